@@ -1,0 +1,65 @@
+# make test, make bench: set up everything in a virtual environment (first time: minutes), then run.
+#   PYTHON=python3.12   the Python that the environment is made with
+#   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
+#   VENV=path           the environment
+#   ARGS="-k strided"   more arguments for pytest or the benchmark
+# To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+# Without a card: a version whose CPU build pip can find on an index that has one; with a card: the newest.
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+
+BIN := $(VENV)/bin
+BUILT := $(VENV)/.built
+TOOLS := $(VENV)/.tools
+BUILD_INPUTS := $(wildcard csrc/*) setup.py pyproject.toml fused_layernorm/_toolchain.py fused_layernorm/_source_hash.py
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl)
+
+.PHONY: test bench build test-here bench-here lint format clean distclean
+
+test: $(BUILT)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(BUILT)
+	$(BIN)/python test_benchmark.py $(ARGS)
+
+build: $(BUILT)
+
+test-here:
+	$(PYTHON) -m pytest $(ARGS)
+
+bench-here:
+	$(PYTHON) test_benchmark.py $(ARGS)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip setuptools wheel ninja
+
+$(BUILT): $(BIN)/python $(BUILD_INPUTS)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation -e ".[test]"
+	$(BIN)/python -m fused_layernorm
+	touch $@
+
+# The versions of the formatters stand in .pre-commit-config.yaml.
+$(TOOLS): .pre-commit-config.yaml | $(BIN)/python
+	$(BIN)/python -m pip install $$(grep -oE '(ruff|clang-format)==[0-9.]+' .pre-commit-config.yaml | sort -u)
+	touch $@
+
+lint: $(TOOLS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(TOOLS)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist *.egg-info *.so fused_layernorm/_build_info.py $(BUILT) .pytest_cache .ruff_cache
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,342 @@
+// From tensors to params structs: checks, allocation, device guard, stream. The only file that knows both torch and
+// the kernels. Built into fused_layernorm_cuda (FUSED_LAYERNORM_WITH_CUDA) or fused_layernorm_cpu.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/utils/pybind.h>
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include "norm_params.h"
+
+namespace fused_layernorm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalShape = std::optional<std::vector<int64_t>>;
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+constexpr bool kWithCuda = true;
+#else
+constexpr bool kWithCuda = false;
+#endif
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return DType::kFloat16;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kFloat: return DType::kFloat32;
+    default: return DType::kFloat64;
+  }
+}
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+}
+
+at::ScalarType accumulation_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+
+const void* data_or_null(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+// ---- checks: the same mistakes and words as fused_layernorm/reference.py -------------------------------------------
+
+void check_dense(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, " must be a dense (strided) tensor, got layout torch.",
+                   tensor.layout() == at::kSparse ? "sparse_coo" : "other");
+}
+
+void check_x(const Tensor& x) {
+  TORCH_CHECK_TYPE(is_supported(x.scalar_type()), "x must be float16, bfloat16, float32 or float64, got ",
+                   x.scalar_type());
+  check_dense("x", x);
+  TORCH_CHECK(x.is_cpu() || (kWithCuda && x.is_cuda()), "x must be on ", kWithCuda ? "cpu or cuda" : "cpu", ", got ",
+              x.device());
+}
+
+void check_parameter(const char* name, const OptionalTensor& parameter, const Tensor& x, at::IntArrayRef shape) {
+  if (!parameter) return;
+  TORCH_CHECK(parameter->sizes() == shape, name, " must have the shape of normalized_shape, ", shape, ", got ",
+              parameter->sizes());
+  TORCH_CHECK(parameter->device() == x.device(), name, " must be on x's device, ", x.device(), ", got ",
+              parameter->device());
+  TORCH_CHECK_TYPE(parameter->scalar_type() == x.scalar_type() ||
+                       (parameter->scalar_type() == at::kFloat && x.scalar_type() != at::kDouble),
+                   name, " must be of x's dtype, ", x.scalar_type(),
+                   x.scalar_type() == at::kDouble ? "" : ", or float32", ", got ", parameter->scalar_type());
+  check_dense(name, *parameter);
+}
+
+// How x splits into rows, by the number of its last dimensions that are normalized together.
+struct Extent {
+  int64_t rows = 1;
+  int64_t hidden_size = 1;
+};
+
+Extent extent_of(const Tensor& x, int64_t normalized_ndim) {
+  Extent extent;
+  for (int64_t dim = 0; dim < x.dim(); ++dim)
+    (dim < x.dim() - normalized_ndim ? extent.rows : extent.hidden_size) *= x.size(dim);
+  return extent;
+}
+
+// ---- layout --------------------------------------------------------------------------------------------------------
+
+// Tensors that say "negated" or "all zero" without holding such data in memory get it.
+Tensor materialized(const Tensor& tensor) {
+  if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options());
+  return tensor.resolve_neg();
+}
+
+// The strides of x's rows if kernels can read x as it lies: elements of a row adjacent, and the leading dimensions
+// fold into at most two levels. Dimensions of size 1 have no stride worth looking at.
+std::optional<RowStrides> row_strides_of(const Tensor& x, int64_t normalized_ndim, const Extent& extent) {
+  int64_t expected = 1;
+  const int64_t leading = x.dim() - normalized_ndim;
+  for (int64_t dim = x.dim() - 1; dim >= leading; --dim) {
+    if (x.size(dim) == 1) continue;
+    if (x.stride(dim) != expected) return std::nullopt;
+    expected *= x.size(dim);
+  }
+  // Levels from the innermost outwards: a dimension joins a level when it continues that level's even spacing.
+  int64_t sizes[2] = {1, 1}, strides[2] = {extent.hidden_size, 0};
+  int level = -1;
+  for (int64_t dim = leading - 1; dim >= 0; --dim) {
+    if (x.size(dim) == 1) continue;
+    if (level >= 0 && x.stride(dim) == strides[level] * sizes[level]) {
+      sizes[level] *= x.size(dim);
+    } else {
+      if (++level == 2) return std::nullopt;
+      sizes[level] = x.size(dim);
+      strides[level] = x.stride(dim);
+    }
+  }
+  if (level == 1 && extent.rows >= (int64_t{1} << 31)) return std::nullopt;
+  return RowStrides{sizes[0], strides[0], strides[1]};
+}
+
+// x itself where the kernels can read its rows in place, else a contiguous copy.
+struct RowView {
+  Tensor tensor;
+  RowStrides strides;
+
+  RowView(const Tensor& x, int64_t normalized_ndim, const Extent& extent) : tensor(materialized(x)) {
+    if (auto found = row_strides_of(tensor, normalized_ndim, extent)) {
+      strides = *found;
+    } else {
+      tensor = tensor.contiguous();
+      strides = RowStrides{extent.rows, extent.hidden_size, 0};
+    }
+  }
+};
+
+// A parameter as the kernels read it: contiguous, 16-byte aligned, of the given dtype. Copies only where it must.
+OptionalTensor ready_parameter(const OptionalTensor& parameter, at::ScalarType dtype) {
+  if (!parameter) return parameter;
+  Tensor ready = materialized(*parameter).to(dtype).contiguous();
+  return is_aligned16(ready) ? ready : ready.clone();
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+void launch(const NormForwardParams& params, const Tensor& x) {
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (x.is_cuda()) {
+    C10_CUDA_CHECK(
+        static_cast<cudaError_t>(launch_norm_forward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+    return;
+  }
+#endif
+  (void)x;
+  launch_norm_forward_cpu(params);
+}
+
+void launch(NormBackwardParams& params, const Tensor& x) {
+  int64_t workspace_bytes = 0;
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (x.is_cuda()) workspace_bytes = norm_backward_workspace_cuda(params);
+#endif
+  if (x.is_cpu()) workspace_bytes = norm_backward_workspace_cpu(params);
+  Tensor workspace;
+  if (workspace_bytes > 0) {
+    workspace = at::empty({workspace_bytes}, x.options().dtype(at::kByte));
+    params.workspace = workspace.mutable_data_ptr();
+  }
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (x.is_cuda()) {
+    C10_CUDA_CHECK(
+        static_cast<cudaError_t>(launch_norm_backward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+    return;
+  }
+#endif
+  launch_norm_backward_cpu(params);
+}
+
+// Makes x's device current while in scope; costs nothing on the CPU.
+struct DeviceScope {
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  c10::cuda::OptionalCUDAGuard guard;
+  explicit DeviceScope(const Tensor& x) {
+    if (x.is_cuda()) guard.set_device(x.device());
+  }
+#else
+  explicit DeviceScope(const Tensor&) {}
+#endif
+};
+
+// ---- the two entry points ------------------------------------------------------------------------------------------
+
+// Returns (y, stats). stats, wanted for backward, holds one row of [rows] values for RMSNorm (rstd) and three for
+// LayerNorm (rstd, mean, mean_tail), in one allocation; undefined when save_stats is false.
+std::tuple<Tensor, OptionalTensor> norm_forward(const Tensor& x, const OptionalTensor& weight,
+                                                const OptionalTensor& bias, const OptionalShape& normalized_shape,
+                                                double eps, double weight_offset, bool is_rms_norm,
+                                                std::optional<at::ScalarType> out_dtype, bool save_stats) {
+  check_x(x);
+  TORCH_CHECK_VALUE(normalized_shape || weight || bias,
+                    "normalized_shape is needed when neither weight nor bias is given");
+  const at::IntArrayRef shape = normalized_shape ? at::IntArrayRef(*normalized_shape)
+                                                 : (weight ? weight->sizes() : bias->sizes());
+  const int64_t normalized_ndim = static_cast<int64_t>(shape.size());
+  TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
+  TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
+              "x must have shape [*, ", c10::Join(", ", shape), "] to match normalized_shape, got ", x.sizes());
+  check_parameter("weight", weight, x, shape);
+  check_parameter("bias", bias, x, shape);
+  TORCH_CHECK_VALUE(weight || weight_offset == 0.0,
+                    "weight_offset needs a weight to be added to, got weight=None, weight_offset=", weight_offset);
+  const at::ScalarType y_dtype = out_dtype.value_or(x.scalar_type());
+  TORCH_CHECK_TYPE(is_supported(y_dtype), "out_dtype must be float16, bfloat16, float32 or float64, got ", y_dtype);
+
+  const DeviceScope scope(x);
+  const Extent extent = extent_of(x, normalized_ndim);
+  const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
+  Tensor y = at::empty(x.sizes(), x.options().dtype(y_dtype));
+  OptionalTensor stats;
+  if (save_stats) stats = at::empty({is_rms_norm ? 1 : 3, extent.rows}, x.options().dtype(acc_dtype));
+  if (y.numel() == 0) return {y, stats};
+
+  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing.
+  const bool same_dtype = !weight || !bias || weight->scalar_type() == bias->scalar_type();
+  const at::ScalarType weight_dtype =
+      !same_dtype ? at::kFloat : (weight ? weight->scalar_type() : (bias ? bias->scalar_type() : x.scalar_type()));
+  const OptionalTensor ready_weight = ready_parameter(weight, weight_dtype);
+  const OptionalTensor ready_bias = ready_parameter(bias, weight_dtype);
+  const RowView rows(x, normalized_ndim, extent);
+
+  NormForwardParams params{};
+  params.x = rows.tensor.const_data_ptr();
+  params.weight = data_or_null(ready_weight);
+  params.bias = data_or_null(ready_bias);
+  params.y = y.mutable_data_ptr();
+  if (stats) {
+    char* base = static_cast<char*>(stats->mutable_data_ptr());
+    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats->element_size());
+    params.rstd = base;
+    if (!is_rms_norm) {
+      params.mean = base + row_bytes;
+      params.mean_tail = base + 2 * row_bytes;
+    }
+  }
+  params.x_strides = rows.strides;
+  params.rows = extent.rows;
+  params.hidden_size = extent.hidden_size;
+  params.eps = eps;
+  params.weight_offset = weight_offset;
+  params.x_dtype = dtype_of(x.scalar_type());
+  params.weight_dtype = dtype_of(weight_dtype);
+  params.y_dtype = dtype_of(y_dtype);
+  params.is_rms_norm = is_rms_norm;
+  launch(params, x);
+  return {y, stats};
+}
+
+// Returns (grad_x, grad_weight, grad_bias), each only if wanted: grad_weight with weight's dtype, grad_bias with the
+// dtype given. x, weight and stats are forward's.
+std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> norm_backward(
+    const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight, const Tensor& stats,
+    int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
+    std::optional<at::ScalarType> bias_dtype) {
+  check_x(x);
+  TORCH_CHECK(normalized_ndim >= 1 && normalized_ndim <= x.dim(), "normalized_ndim must be from 1 to ", x.dim(),
+              ", got ", normalized_ndim);
+  TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
+              "grad_output must have x's shape and device, ", x.sizes(), " on ", x.device(), ", got ",
+              grad_output.sizes(), " on ", grad_output.device());
+  TORCH_CHECK_TYPE(is_supported(grad_output.scalar_type()),
+                   "grad_output must be float16, bfloat16, float32 or float64, got ", grad_output.scalar_type());
+  check_dense("grad_output", grad_output);
+  const Extent extent = extent_of(x, normalized_ndim);
+  TORCH_CHECK(stats.size(-1) == extent.rows && stats.is_contiguous() && stats.device() == x.device() &&
+                  stats.scalar_type() == accumulation_type(x.scalar_type()),
+              "stats must be what norm_forward returned for this x");
+  wants_weight = wants_weight && weight;
+
+  const DeviceScope scope(x);
+  const at::IntArrayRef shape = x.sizes().slice(x.dim() - normalized_ndim);
+  OptionalTensor grad_x, grad_weight, grad_bias;
+  if (x.numel() == 0) {  // no rows: the sums over rows are 0
+    if (wants_x) grad_x = at::empty(x.sizes(), x.options());
+    if (wants_weight) grad_weight = at::zeros(shape, weight->options());
+    if (bias_dtype) grad_bias = at::zeros(shape, x.options().dtype(*bias_dtype));
+    return {grad_x, grad_weight, grad_bias};
+  }
+
+  // The kernels read grad_output in x's dtype. Where out_dtype made them differ, both are taken to the accumulation
+  // type, at the price of a copy on a rare path.
+  const at::ScalarType kernel_dtype = grad_output.scalar_type() == x.scalar_type()
+                                          ? x.scalar_type()
+                                          : accumulation_type(x.scalar_type());
+  const at::ScalarType weight_dtype =
+      !weight || kernel_dtype != x.scalar_type() ? kernel_dtype : weight->scalar_type();
+  const OptionalTensor ready_weight = ready_parameter(weight, weight_dtype);
+  const RowView x_rows(x.to(kernel_dtype), normalized_ndim, extent);
+  const RowView grad_rows(grad_output.to(kernel_dtype), normalized_ndim, extent);
+  if (wants_x) grad_x = at::empty(x.sizes(), x.options().dtype(kernel_dtype));
+  if (wants_weight) grad_weight = at::empty(shape, weight->options());
+  if (bias_dtype) grad_bias = at::empty(shape, x.options().dtype(*bias_dtype));
+  if (!grad_x && !grad_weight && !grad_bias) return {grad_x, grad_weight, grad_bias};
+
+  NormBackwardParams params{};
+  params.grad_output = grad_rows.tensor.const_data_ptr();
+  params.x = x_rows.tensor.const_data_ptr();
+  params.weight = data_or_null(ready_weight);
+  const char* base = static_cast<const char*>(stats.const_data_ptr());
+  const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
+  params.rstd = base;
+  if (!is_rms_norm) {
+    params.mean = base + row_bytes;
+    params.mean_tail = base + 2 * row_bytes;
+  }
+  params.grad_input = grad_x ? grad_x->mutable_data_ptr() : nullptr;
+  params.grad_weight = grad_weight ? grad_weight->mutable_data_ptr() : nullptr;
+  params.grad_bias = grad_bias ? grad_bias->mutable_data_ptr() : nullptr;
+  params.grad_output_strides = grad_rows.strides;
+  params.x_strides = x_rows.strides;
+  params.rows = extent.rows;
+  params.hidden_size = extent.hidden_size;
+  params.weight_offset = weight_offset;
+  params.x_dtype = dtype_of(kernel_dtype);
+  params.weight_dtype = dtype_of(weight_dtype);
+  params.grad_weight_dtype = dtype_of(weight ? weight->scalar_type() : kernel_dtype);
+  params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
+  params.is_rms_norm = is_rms_norm;
+  launch(params, x);
+  if (grad_x && kernel_dtype != x.scalar_type()) grad_x = grad_x->to(x.scalar_type());
+  return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace fused_layernorm
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  namespace fln = fused_layernorm;
+  module.def("norm_forward", &fln::norm_forward, py::call_guard<py::gil_scoped_release>());
+  module.def("norm_backward", &fln::norm_backward, py::call_guard<py::gil_scoped_release>());
+}

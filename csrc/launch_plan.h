@@ -1,0 +1,122 @@
+// Every launch number of the CUDA kernels, each with what it was measured to do.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fused_layernorm {
+
+// How one row is spread: kThreads threads, each holding kVecs vectors of kVec elements at once. Rows longer than
+// kThreads * kVecs * kVec take several turns. The plan follows from hidden_size and dtype alone, never from the number
+// of rows: that, and a fixed order of every sum, makes a row's result independent of the batch around it.
+template <int threads, int vecs, int vec>
+struct RowPlan {
+  static constexpr int kThreads = threads;
+  static constexpr int kVecs = vecs;
+  static constexpr int kVec = vec;
+};
+
+template <typename... Plans>
+struct Ladder {};
+
+constexpr int round_up_to(int value, int least) { return value > least ? value : least; }
+
+// ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
+
+template <typename scalar_t, int vec>
+struct ForwardLadder {
+  using type = Ladder<RowPlan<4, 2, vec>, RowPlan<4, 4, vec>, RowPlan<8, 4, vec>, RowPlan<16, 4, vec>,
+                      RowPlan<32, 4, vec>, RowPlan<64, 4, vec>, RowPlan<128, 4, vec>, RowPlan<256, 4, vec>,
+                      RowPlan<256, 8, vec>>;
+};
+template <typename scalar_t>
+struct ForwardLadder<scalar_t, 1> {
+  using type = Ladder<RowPlan<4, 4, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<256, 12, 1>,
+                      RowPlan<512, 12, 1>>;
+};
+template <>
+struct ForwardLadder<double, 1> {
+  using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 8, 1>>;
+};
+
+// Rows of one warp or less share a block of 128 threads; longer rows have a block each.
+template <typename Plan>
+constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
+
+// Asked of the compiler, so that it takes the registers the plan needs and no fewer (left to itself it aimed at 48 and
+// spilled): 80 a thread, 128 for 8 vectors a thread, 64 for blocks of 512.
+template <typename Plan>
+constexpr int kForwardBlocksPerSm = (Plan::kThreads >= 512 ? 1024 : Plan::kVecs * Plan::kVec > 32 ? 512 : 768) /
+                                    kForwardThreads<Plan>;
+
+// Whether a thread keeps its elements widened from pass to pass, or widens them from the raw vectors each time: two
+// operations an element for 16-bit types, against twice the registers.
+template <typename Plan>
+constexpr bool kKeepWidened = Plan::kVecs * Plan::kVec <= 32;
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+// One ladder for both strategies below, so that grad_input is the same bits whichever runs.
+template <typename scalar_t, int vec>
+struct BackwardLadder {
+  using type = Ladder<RowPlan<4, 2, vec>, RowPlan<8, 2, vec>, RowPlan<16, 2, vec>, RowPlan<32, 2, vec>,
+                      RowPlan<64, 2, vec>, RowPlan<128, 2, vec>, RowPlan<256, 2, vec>, RowPlan<512, 2, vec>>;
+};
+template <>
+struct BackwardLadder<float, 4> {
+  using type = Ladder<RowPlan<4, 2, 4>, RowPlan<8, 2, 4>, RowPlan<16, 2, 4>, RowPlan<32, 2, 4>, RowPlan<64, 2, 4>,
+                      RowPlan<128, 2, 4>, RowPlan<256, 2, 4>, RowPlan<512, 2, 4>, RowPlan<512, 4, 4>>;
+};
+template <typename scalar_t>
+struct BackwardLadder<scalar_t, 1> {
+  using type = Ladder<RowPlan<8, 2, 1>, RowPlan<32, 2, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<512, 8, 1>,
+                      RowPlan<512, 12, 1>>;
+};
+template <>
+struct BackwardLadder<double, 1> {
+  using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
+};
+
+constexpr int kBackwardBlock = 256;  // threads of a block of short rows
+
+template <typename Plan>
+constexpr int kBackwardThreads = round_up_to(Plan::kThreads, kBackwardBlock);
+
+// Strategy "fused": persistent blocks read x and grad_output once and keep the weight gradients in registers. Needs
+// room for 2 accumulators an element beside the row: up to 16 elements a thread.
+template <typename scalar_t, typename Plan>
+constexpr bool fused_backward_fits() {
+  return sizeof(scalar_t) < 8 && Plan::kVecs * Plan::kVec <= (Plan::kVec == 1 ? 8 : 16);
+}
+
+// 512 threads an SM: up to 128 registers each. Fewer threads with more in flight each beat more threads.
+template <typename Plan>
+constexpr int kFusedBlocksPerSm = round_up_to(512 / kBackwardThreads<Plan>, 1);
+
+// Rows in flight a thread: 160 to 192 KB an SM with the threads above.
+template <typename Plan>
+constexpr int kFusedDepth = Plan::kVecs > 2 ? 3 : 5;
+
+// Strategy "split": blocks of rows write grad_input while blocks of columns sum the weight gradients, in one launch.
+// Reads x and grad_output twice, so it is for what the fused strategy cannot hold, and for problems that live in the
+// L2 cache, where it saves the second launch.
+constexpr int64_t kSplitMaxElements = 1 << 20;
+constexpr int64_t kSplitMaxRows = 1024;
+
+// As for forward: 80 registers a thread, 64 for blocks of 512.
+template <typename Plan>
+constexpr int kSplitBlocksPerSm =
+    Plan::kThreads >= 512 ? (Plan::kVecs > 8 ? 512 : 1024) / Plan::kThreads : 768 / kBackwardThreads<Plan>;
+
+// Columns of a block in the split strategy: 8 lanes of 16 bytes are one 128-byte line; more lanes where rows are few.
+template <int vec>
+constexpr int kColumnLanes = vec > 1 ? 8 : 32;
+constexpr int kColumnBlocks = 1024;       // rows are split over this many column blocks
+constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer rows than this
+
+// ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
+
+constexpr int kFinalizeColumns = 32;
+constexpr int kFinalizeRows = 32;  // partial rows summed side by side
+
+}  // namespace fused_layernorm

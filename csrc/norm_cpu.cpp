@@ -1,0 +1,225 @@
+// CPU kernels: rows spread over threads, columns over SIMD lanes. The arithmetic is in norm_cpu_rows.inl, compiled for
+// several instruction sets in one build; this file picks one, widens the affine parameters, and deals out the rows.
+// Statistics: mean = sum(x)/N rounded; then tail = sum(x - mean)/N and var = sum((x - mean)^2)/N - tail^2, so that
+// mean + tail carries about twice the precision of the type. RMSNorm is the same with mean = tail = c2 = 0.
+// A row's result is a function of that row alone: threads and row count decide where it is computed, never how.
+//
+// at::parallel_for is parallel only in a file compiled with -fopenmp.
+#include <ATen/Parallel.h>
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <memory>
+#include <type_traits>
+
+#include "norm_params.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FLN_X86_DISPATCH 1
+#include <immintrin.h>
+#endif
+#if defined(__GNUC__)
+#define FLN_INLINE __attribute__((always_inline)) inline
+#define FLN_PREFETCH(address) __builtin_prefetch(address)
+#define FLN_BASELINE_VECTOR_BYTES 16
+#else
+#define FLN_INLINE inline
+#define FLN_PREFETCH(address) static_cast<void>(address)
+#define FLN_BASELINE_VECTOR_BYTES 0
+#endif
+
+namespace fused_layernorm {
+namespace {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class x_t>
+using AccOf = typename std::conditional<std::is_same<x_t, double>::value, double, float>::type;
+
+// `weight` and `bias` come as acc_t rows, never null; rows and columns as [begin, end).
+using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin, int64_t end);
+using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, void* grad_weight_partial,
+                              void* grad_bias_partial, int64_t begin, int64_t end);
+using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin, int64_t end);
+// to = from + offset, or offset alone where `from` is null.
+using WidenColumns = void (*)(const void* from, double offset, int64_t hidden_size, void* to);
+
+struct Kernels {
+  ForwardRows (*forward_rows_of)(DType x_dtype, DType y_dtype);
+  BackwardRows (*backward_rows_of)(DType x_dtype);
+  SumChunks (*sum_chunks_of)(bool is_double, DType grad_dtype);
+  WidenColumns (*widen_columns_of)(bool is_double, DType from_dtype);
+};
+
+#define FLN_ISA baseline
+#define FLN_VECTOR_BYTES FLN_BASELINE_VECTOR_BYTES
+#include "norm_cpu_rows.inl"
+#undef FLN_ISA
+#undef FLN_VECTOR_BYTES
+
+#if FLN_X86_DISPATCH
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define FLN_ISA avx2
+#define FLN_VECTOR_BYTES 32
+#include "norm_cpu_rows.inl"
+#undef FLN_ISA
+#undef FLN_VECTOR_BYTES
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+#endif
+#define FLN_ISA avx512
+#define FLN_VECTOR_BYTES 64
+#include "norm_cpu_rows.inl"
+#undef FLN_ISA
+#undef FLN_VECTOR_BYTES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // FLN_X86_DISPATCH
+
+// The widest instruction set that the CPU has. ATEN_CPU_CAPABILITY, torch's own switch, holds it back: "avx2", "default".
+const Kernels& pick_kernels() {
+#if FLN_X86_DISPATCH
+  const char* limit = getenv("ATEN_CPU_CAPABILITY");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (!has_avx2 || (limit && strcmp(limit, "default") == 0)) return baseline::kernels;
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has_avx512 && !(limit && strcmp(limit, "avx2") == 0) ? avx512::kernels : avx2::kernels;
+#else
+  return baseline::kernels;
+#endif
+}
+
+const Kernels& kernels() {
+  static const Kernels& picked = pick_kernels();
+  return picked;
+}
+
+size_t acc_bytes(DType x_dtype) { return x_dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
+
+// weight + offset, or bias, as a row of the accumulation type. The tensor itself where it is one already; else a widened
+// copy, made once a launch, which spares every row the conversion and the kernels a type and two flags.
+class AffineRow {
+ public:
+  AffineRow(const void* tensor, DType dtype, double offset, double if_absent, DType x_dtype, int64_t hidden_size) {
+    const bool is_double = x_dtype == DType::kFloat64;
+    if (tensor && offset == 0 && dtype == (is_double ? DType::kFloat64 : DType::kFloat32)) {
+      row_ = tensor;
+      return;
+    }
+    copy_.reset(new char[hidden_size * acc_bytes(x_dtype)]);
+    row_ = copy_.get();
+    kernels().widen_columns_of(is_double, dtype)(tensor, tensor ? offset : if_absent, hidden_size, copy_.get());
+  }
+
+  const void* get() const { return row_; }
+
+ private:
+  const void* row_;
+  std::unique_ptr<char[]> copy_;
+};
+
+// Rows a thread should at least have: fewer elements than this take less time than waking another thread.
+constexpr int64_t kElementsPerThread = 8192;
+
+int64_t grain(int64_t elements_per_item) {
+  return elements_per_item >= kElementsPerThread ? 1 : kElementsPerThread / elements_per_item;
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Weight gradients are summed within chunks of rows, then over the chunks in their order. The chunks depend on the shape
+// alone, so the thread count cannot change a bit. At most 64 of them bound the workspace; 16 rows (fewer where rows are
+// very long) keep the partial sums small beside x itself.
+struct ChunkPlan {
+  int64_t rows_per_chunk, chunks, partial_bytes, bias_offset, workspace_bytes;
+};
+
+ChunkPlan plan_chunks(const NormBackwardParams& params) {
+  ChunkPlan plan{};
+  plan.rows_per_chunk = 1;
+  if (params.grad_weight || params.grad_bias) {
+    const int64_t small = (int64_t{1} << 18) / params.hidden_size;
+    const int64_t at_least = small < 1 ? 1 : small > 16 ? 16 : small;
+    const int64_t spread = divide_up(params.rows, 64);
+    plan.rows_per_chunk = spread > at_least ? spread : at_least;
+  }
+  plan.chunks = divide_up(params.rows, plan.rows_per_chunk);
+  plan.partial_bytes = params.hidden_size * acc_bytes(params.x_dtype);
+  plan.bias_offset = params.grad_weight ? plan.chunks * plan.partial_bytes : 0;
+  plan.workspace_bytes = plan.bias_offset + (params.grad_bias ? plan.chunks * plan.partial_bytes : 0);
+  return plan;
+}
+
+}  // namespace
+
+// Threads share out rows, so a single huge row is the work of one thread.
+void launch_norm_forward_cpu(const NormForwardParams& params) {
+  const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, params.x_dtype, params.hidden_size);
+  const AffineRow bias(params.bias, params.weight_dtype, 0, 0, params.x_dtype, params.hidden_size);
+  const ForwardRows forward_rows = kernels().forward_rows_of(params.x_dtype, params.y_dtype);
+  at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
+    forward_rows(params, weight.get(), bias.get(), begin, end);
+  });
+}
+
+int64_t norm_backward_workspace_cpu(const NormBackwardParams& params) { return plan_chunks(params).workspace_bytes; }
+
+void launch_norm_backward_cpu(const NormBackwardParams& params) {
+  const ChunkPlan plan = plan_chunks(params);
+  char* weight_partials = params.grad_weight ? static_cast<char*>(params.workspace) : nullptr;
+  char* bias_partials = params.grad_bias ? static_cast<char*>(params.workspace) + plan.bias_offset : nullptr;
+
+  // Rows: grad_input, and the partial sums of each chunk.
+  const AffineRow weight(params.grad_input ? params.weight : nullptr, params.weight_dtype, params.weight_offset, 1,
+                         params.x_dtype, params.grad_input ? params.hidden_size : 0);
+  const BackwardRows backward_rows = kernels().backward_rows_of(params.x_dtype);
+  const int64_t chunk_grain = grain(params.hidden_size * plan.rows_per_chunk);
+  at::parallel_for(0, plan.chunks, chunk_grain, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      char* weight_partial = weight_partials ? weight_partials + chunk * plan.partial_bytes : nullptr;
+      char* bias_partial = bias_partials ? bias_partials + chunk * plan.partial_bytes : nullptr;
+      if (weight_partial) memset(weight_partial, 0, plan.partial_bytes);
+      if (bias_partial) memset(bias_partial, 0, plan.partial_bytes);
+      const int64_t first_row = chunk * plan.rows_per_chunk;
+      const int64_t end_row = first_row + plan.rows_per_chunk;
+      backward_rows(params, weight.get(), weight_partial, bias_partial, first_row,
+                    end_row < params.rows ? end_row : params.rows);
+    }
+  });
+
+  // Columns: the chunks' sums.
+  const auto sum_chunks = [&](const char* partials, void* grad, DType dtype) {
+    if (!grad) return;
+    const SumChunks sum_columns = kernels().sum_chunks_of(params.x_dtype == DType::kFloat64, dtype);
+    at::parallel_for(0, params.hidden_size, grain(plan.chunks), [&](int64_t begin, int64_t end) {
+      sum_columns(partials, plan.chunks, params.hidden_size, grad, begin, end);
+    });
+  };
+  sum_chunks(weight_partials, params.grad_weight, params.grad_weight_dtype);
+  sum_chunks(bias_partials, params.grad_bias, params.grad_bias_dtype);
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,468 @@
+// The arithmetic of norm_cpu.cpp, compiled once per instruction set: norm_cpu.cpp includes this file several times, each
+// time with another FLN_ISA (a namespace) and FLN_VECTOR_BYTES (0: no vector types, one lane). Nothing but functions of
+// this namespace may be instantiated here: a std:: or c10 template compiled for AVX could be the copy the linker keeps for
+// everybody.
+namespace FLN_ISA {
+
+#if FLN_VECTOR_BYTES > 0
+typedef float FloatVec __attribute__((vector_size(FLN_VECTOR_BYTES)));
+typedef double DoubleVec __attribute__((vector_size(FLN_VECTOR_BYTES)));
+typedef uint32_t Bits32 __attribute__((vector_size(FLN_VECTOR_BYTES)));
+typedef uint16_t Bits16 __attribute__((vector_size(FLN_VECTOR_BYTES / 2)));
+#define FLN_CONVERT(value, type) __builtin_convertvector(value, type)
+#else
+typedef float FloatVec;
+typedef double DoubleVec;
+typedef uint32_t Bits32;
+typedef uint16_t Bits16;
+#define FLN_CONVERT(value, type) static_cast<type>(value)
+#endif
+
+template <class acc_t>
+using Vec = typename std::conditional<sizeof(acc_t) == sizeof(double), DoubleVec, FloatVec>::type;
+
+template <class acc_t>
+constexpr int kLanes = sizeof(Vec<acc_t>) / sizeof(acc_t);
+
+// ---- load and store: storage types <-> vectors of the accumulation type -----------------------------------------------
+
+template <class to_t, class from_t>
+FLN_INLINE to_t bits_as(const from_t& from) {
+  static_assert(sizeof(to_t) == sizeof(from_t), "same size");
+  to_t to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+#if FLN_VECTOR_BYTES == 64
+// The maskz forms with every lane set: the plain ones give warnings inside gcc's own header.
+FLN_INLINE Bits32 widen_bits(Bits16 bits) { return (Bits32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits); }
+FLN_INLINE Bits16 narrow_bits(Bits32 bits) { return (Bits16)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits); }
+FLN_INLINE FloatVec widen(Float16, Bits16 bits) { return (FloatVec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits); }
+FLN_INLINE Bits16 narrow(Float16, FloatVec value) { return (Bits16)_mm512_maskz_cvtps_ph(0xffff, (__m512)value, 0); }
+#elif FLN_VECTOR_BYTES == 32
+FLN_INLINE Bits32 widen_bits(Bits16 bits) { return (Bits32)_mm256_cvtepu16_epi32((__m128i)bits); }
+FLN_INLINE Bits16 narrow_bits(Bits32 bits) {
+  return (Bits16)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
+}
+FLN_INLINE FloatVec widen(Float16, Bits16 bits) { return (FloatVec)_mm256_cvtph_ps((__m128i)bits); }
+FLN_INLINE Bits16 narrow(Float16, FloatVec value) { return (Bits16)_mm256_cvtps_ph((__m256)value, 0); }
+#else
+FLN_INLINE Bits32 widen_bits(Bits16 bits) { return FLN_CONVERT(bits, Bits32); }
+FLN_INLINE Bits16 narrow_bits(Bits32 bits) { return FLN_CONVERT(bits, Bits16); }
+
+FLN_INLINE FloatVec widen(Float16, Bits16 half) {
+  const Bits32 bits = widen_bits(half);
+  const Bits32 magnitude = (bits & 0x7fffu) << 13;
+  // The multiplication moves the exponent to fp32's bias and turns fp16's subnormals into normal numbers, exactly.
+  const Bits32 finite = bits_as<Bits32>(bits_as<FloatVec>(magnitude) * 0x1p112f);
+  return bits_as<FloatVec>((magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite) | ((bits & 0x8000u) << 16));
+}
+
+FLN_INLINE Bits16 narrow(Float16, FloatVec value) {
+  const Bits32 sign = (bits_as<Bits32>(value) >> 16) & 0x8000u;
+  const Bits32 magnitude = bits_as<Bits32>(value) & 0x7fffffffu;
+  const Bits32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;  // ties to even
+  // Below 2^-14 the addition rounds to a multiple of 2^-24, fp16's spacing there, and leaves the count in the low bits.
+  const Bits32 subnormal = bits_as<Bits32>(bits_as<FloatVec>(magnitude) + 0.5f) - 0x3f000000u;
+  const Bits32 finite = magnitude < 0x38800000u ? subnormal : normal;
+  const Bits32 overflow = magnitude > 0x7f800000u ? magnitude * 0u + 0x7e00u : magnitude * 0u + 0x7c00u;
+  return narrow_bits((magnitude >= 0x477ff000u ? overflow : finite) | sign);
+}
+#endif
+
+FLN_INLINE FloatVec widen(BFloat16, Bits16 bits) { return bits_as<FloatVec>(widen_bits(bits) << 16); }
+
+FLN_INLINE Bits16 narrow(BFloat16, FloatVec value) {
+  const Bits32 bits = bits_as<Bits32>(value);
+  const Bits32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  return narrow_bits(value != value ? (bits >> 16) | 0x40u : rounded);  // a NaN stays one
+}
+
+template <class acc_t, class from_t>
+FLN_INLINE Vec<acc_t> load_vec(const from_t* from) {
+  Vec<acc_t> value;
+  if constexpr (sizeof(from_t) == sizeof(acc_t)) {
+    memcpy(&value, from, sizeof(value));
+  } else if constexpr (sizeof(from_t) == 2) {
+    Bits16 bits;
+    memcpy(&bits, from, sizeof(bits));
+    value = widen(from_t(), bits);
+  } else {  // fp64 rows with an fp32 weight: rare
+    acc_t lanes[kLanes<acc_t>];
+    for (int k = 0; k < kLanes<acc_t>; ++k) lanes[k] = static_cast<acc_t>(from[k]);
+    memcpy(&value, lanes, sizeof(value));
+  }
+  return value;
+}
+
+template <class acc_t, class to_t>
+FLN_INLINE void store_vec(to_t* to, Vec<acc_t> value) {
+  if constexpr (sizeof(to_t) == sizeof(acc_t)) {
+    memcpy(to, &value, sizeof(value));
+  } else if constexpr (sizeof(to_t) == 2 && sizeof(acc_t) == 4) {
+    const Bits16 bits = narrow(to_t(), value);
+    memcpy(to, &bits, sizeof(bits));
+  } else {  // fp64 to a narrower type, fp32 to fp64: rare
+    acc_t lanes[kLanes<acc_t>];
+    memcpy(lanes, &value, sizeof(value));
+    if constexpr (sizeof(to_t) == 2) {
+      float narrowed[kLanes<float>] = {};
+      to_t stored[kLanes<float>];
+      for (int k = 0; k < kLanes<acc_t>; ++k) narrowed[k] = static_cast<float>(lanes[k]);
+      store_vec<float>(stored, load_vec<float>(narrowed));
+      for (int k = 0; k < kLanes<acc_t>; ++k) to[k] = stored[k];
+    } else {
+      for (int k = 0; k < kLanes<acc_t>; ++k) to[k] = static_cast<to_t>(lanes[k]);
+    }
+  }
+}
+
+// The first `count` lanes of a vector. All of them but at a row's end, where the others read as `fill`: a value that adds
+// nothing to the sum at hand.
+template <class acc_t, class from_t>
+FLN_INLINE Vec<acc_t> load(const from_t* from, int count, acc_t fill = 0) {
+  if (count == kLanes<acc_t>) return load_vec<acc_t>(from);
+  from_t padded[kLanes<acc_t>] = {};
+  acc_t lanes[kLanes<acc_t>];
+  for (int k = 0; k < count; ++k) padded[k] = from[k];
+  Vec<acc_t> value = load_vec<acc_t>(padded);
+  memcpy(lanes, &value, sizeof(value));
+  for (int k = count; k < kLanes<acc_t>; ++k) lanes[k] = fill;
+  memcpy(&value, lanes, sizeof(value));
+  return value;
+}
+
+template <class acc_t, class to_t>
+FLN_INLINE void store(to_t* to, int count, Vec<acc_t> value) {
+  if (count == kLanes<acc_t>) return store_vec<acc_t>(to, value);
+  to_t stored[kLanes<acc_t>];
+  store_vec<acc_t>(stored, value);
+  for (int k = 0; k < count; ++k) to[k] = stored[k];
+}
+
+// ---- sweeps: every loop over columns --------------------------------------------------------------------------------
+
+// A sum over columns: independent accumulators hide the latency of additions, and keep the terms of each few.
+template <class acc_t>
+struct LaneSum {
+  Vec<acc_t> slot[4] = {};
+
+  FLN_INLINE double total() const {
+    const Vec<acc_t> sum = (slot[0] + slot[1]) + (slot[2] + slot[3]);
+    acc_t lanes[kLanes<acc_t>];
+    memcpy(lanes, &sum, sizeof(sum));
+    for (int half = kLanes<acc_t> / 2; half > 0; half /= 2)
+      for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+    return lanes[0];
+  }
+};
+
+// Calls sweep.step(count, col, slot) for the `count` columns from `col` on, until [begin, end) is done.
+template <class acc_t, class Sweep>
+FLN_INLINE void sweep_columns(Sweep& sweep, int64_t begin, int64_t end) {
+  constexpr int lanes = kLanes<acc_t>;
+  int64_t col = begin;
+  for (; col + 4 * lanes <= end; col += 4 * lanes) {
+    sweep.step(lanes, col, 0);
+    sweep.step(lanes, col + lanes, 1);
+    sweep.step(lanes, col + 2 * lanes, 2);
+    sweep.step(lanes, col + 3 * lanes, 3);
+  }
+  for (; col + lanes <= end; col += lanes) sweep.step(lanes, col, 0);
+  if (col < end) sweep.step(static_cast<int>(end - col), col, 0);
+}
+
+// The same for a sweep that sums: totals in fp64 over blocks of columns, so that long rows lose no precision.
+struct Totals {
+  double first = 0, second = 0;
+};
+
+template <class acc_t, class Sweep>
+FLN_INLINE Totals sum_columns(const Sweep& start, int64_t hidden_size) {
+  constexpr int64_t kBlock = 4096;
+  Totals totals;
+  for (int64_t begin = 0; begin < hidden_size; begin += kBlock) {
+    Sweep sweep = start;
+    sweep_columns<acc_t>(sweep, begin, hidden_size - begin < kBlock ? hidden_size : begin + kBlock);
+    sweep.add_to(totals);
+  }
+  return totals;
+}
+
+// What x_hat needs of a row; the tail of the mean enters scaled, so that x_hat costs a subtraction and one fma.
+template <class acc_t>
+struct RowStats {
+  acc_t mean, rstd, tail_rstd;
+
+  FLN_INLINE Vec<acc_t> x_hat(Vec<acc_t> x) const { return (x - mean) * rstd - tail_rstd; }
+};
+
+template <class acc_t, class x_t>
+struct SumSweep {
+  const x_t* x;
+  LaneSum<acc_t> sum;
+
+  FLN_INLINE void add_to(Totals& totals) const { totals.first += sum.total(); }
+
+  FLN_INLINE void step(int count, int64_t col, int slot) {
+    sum.slot[slot] += load<acc_t>(x + col, count);
+  }
+};
+
+template <class acc_t, class x_t>
+struct MomentSweep {
+  const x_t* x;
+  const x_t* next_x;  // fetched meanwhile (4096 x 1024 fp32: 1.2 times as fast): this row lies in the cache already
+  acc_t mean;
+  LaneSum<acc_t> moment1, moment2;  // sum(x - mean), sum((x - mean)^2)
+
+  FLN_INLINE void add_to(Totals& totals) const {
+    totals.first += moment1.total();
+    totals.second += moment2.total();
+  }
+
+  FLN_INLINE void step(int count, int64_t col, int slot) {
+    FLN_PREFETCH(next_x + col);
+    const Vec<acc_t> centred = load<acc_t>(x + col, count, mean) - mean;
+    moment1.slot[slot] += centred;
+    moment2.slot[slot] += centred * centred;
+  }
+};
+
+template <class acc_t, class x_t, class y_t>
+struct NormalizeSweep {
+  const x_t* x;
+  const acc_t* weight;
+  const acc_t* bias;
+  y_t* y;
+  RowStats<acc_t> stats;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
+    store<acc_t>(y + col, count, x_hat * load<acc_t>(weight + col, count) + load<acc_t>(bias + col, count));
+  }
+};
+
+template <class acc_t, class x_t>
+struct DotSweep {
+  const x_t* grad_output;
+  const x_t* x;
+  const acc_t* weight;
+  RowStats<acc_t> stats;
+  LaneSum<acc_t> x_hat_wdy, wdy_only;
+
+  FLN_INLINE void add_to(Totals& totals) const {
+    totals.first += x_hat_wdy.total();
+    totals.second += wdy_only.total();
+  }
+
+  FLN_INLINE void step(int count, int64_t col, int slot) {
+    const Vec<acc_t> wdy = load<acc_t>(grad_output + col, count) * load<acc_t>(weight + col, count);
+    x_hat_wdy.slot[slot] += stats.x_hat(load<acc_t>(x + col, count, stats.mean)) * wdy;
+    wdy_only.slot[slot] += wdy;
+  }
+};
+
+template <class acc_t, class x_t>
+struct GradInputSweep {
+  const x_t* grad_output;
+  const x_t* x;
+  const acc_t* weight;
+  x_t* grad_input;
+  RowStats<acc_t> stats;
+  const x_t* next_grad_output;
+  const x_t* next_x;
+  acc_t c1, c2;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    FLN_PREFETCH(next_grad_output + col);
+    FLN_PREFETCH(next_x + col);
+    const Vec<acc_t> wdy = load<acc_t>(grad_output + col, count) * load<acc_t>(weight + col, count);
+    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
+    store<acc_t>(grad_input + col, count, (wdy - x_hat * c1 - c2) * stats.rstd);
+  }
+};
+
+template <class acc_t, class x_t>
+struct GradWeightSweep {
+  const x_t* grad_output;
+  const x_t* x;
+  acc_t* partial;
+  RowStats<acc_t> stats;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
+    store<acc_t>(partial + col, count, load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count) * x_hat);
+  }
+};
+
+template <class acc_t, class x_t>
+struct GradBiasSweep {
+  const x_t* grad_output;
+  acc_t* partial;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    store<acc_t>(partial + col, count, load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count));
+  }
+};
+
+template <class acc_t, class to_t>
+struct ChunkSumSweep {
+  const acc_t* partial;  // [chunks, hidden_size]
+  int64_t chunks, hidden_size;
+  to_t* grad;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    Vec<acc_t> sum = load<acc_t>(partial + col, count);
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += load<acc_t>(partial + chunk * hidden_size + col, count);
+    store<acc_t>(grad + col, count, sum);
+  }
+};
+
+template <class acc_t, class from_t>
+struct WidenSweep {
+  const from_t* from;
+  acc_t offset;
+  acc_t* to;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    store<acc_t>(to + col, count, load<acc_t>(from + col, count) + offset);
+  }
+};
+
+// ---- rows ------------------------------------------------------------------------------------------------------------
+
+template <class x_t>
+FLN_INLINE const x_t* row_at(const void* base, const RowStrides& strides, int64_t row) {
+  return static_cast<const x_t*>(base) + strides.offset(row);
+}
+
+template <class x_t, class y_t>
+void forward_rows(const NormForwardParams& params, const void* weight, const void* bias, int64_t begin, int64_t end) {
+  using acc_t = AccOf<x_t>;
+  const int64_t n = params.hidden_size;
+  for (int64_t row = begin; row < end; ++row) {
+    const x_t* x = row_at<x_t>(params.x, params.x_strides, row);
+
+    const x_t* next_x = row + 1 < end ? row_at<x_t>(params.x, params.x_strides, row + 1) : x;
+
+    // The mean, rounded to acc_t, then the moments about it: the first one corrects that rounding.
+    const double sum = params.is_rms_norm ? 0 : sum_columns<acc_t>(SumSweep<acc_t, x_t>{x, {}}, n).first;
+    const acc_t mean = static_cast<acc_t>(sum / n);
+    const Totals moments = sum_columns<acc_t>(MomentSweep<acc_t, x_t>{x, next_x, mean, {}, {}}, n);
+    const double tail = params.is_rms_norm ? 0 : moments.first / n;
+    const double var = moments.second / n - tail * tail;
+    const double rstd = 1 / sqrt((var < 0 ? 0 : var) + params.eps);  // a NaN variance stays NaN
+
+    const RowStats<acc_t> stats{mean, static_cast<acc_t>(rstd), static_cast<acc_t>(tail * rstd)};
+    if (params.rstd) static_cast<acc_t*>(params.rstd)[row] = stats.rstd;
+    if (params.mean) static_cast<acc_t*>(params.mean)[row] = mean;
+    if (params.mean_tail) static_cast<acc_t*>(params.mean_tail)[row] = static_cast<acc_t>(tail);
+
+    NormalizeSweep<acc_t, x_t, y_t> normalize{x, static_cast<const acc_t*>(weight), static_cast<const acc_t*>(bias),
+                                              static_cast<y_t*>(params.y) + row * n, stats};
+    sweep_columns<acc_t>(normalize, 0, n);
+  }
+}
+
+template <class x_t>
+void backward_rows(const NormBackwardParams& params, const void* weight, void* grad_weight_partial, void* grad_bias_partial,
+                   int64_t begin, int64_t end) {
+  using acc_t = AccOf<x_t>;
+  const int64_t n = params.hidden_size;
+  const acc_t* weight_row = static_cast<const acc_t*>(weight);
+  for (int64_t row = begin; row < end; ++row) {
+    const x_t* grad_output = row_at<x_t>(params.grad_output, params.grad_output_strides, row);
+    if (grad_bias_partial) {
+      GradBiasSweep<acc_t, x_t> sweep{grad_output, static_cast<acc_t*>(grad_bias_partial)};
+      sweep_columns<acc_t>(sweep, 0, n);
+    }
+    if (!params.grad_input && !grad_weight_partial) continue;  // grad_bias alone reads neither x nor its statistics
+
+    const x_t* x = row_at<x_t>(params.x, params.x_strides, row);
+    const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
+    const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
+    const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
+    const RowStats<acc_t> stats{mean, rstd, tail * rstd};
+    if (grad_weight_partial) {
+      GradWeightSweep<acc_t, x_t> sweep{grad_output, x, static_cast<acc_t*>(grad_weight_partial), stats};
+      sweep_columns<acc_t>(sweep, 0, n);
+    }
+    if (params.grad_input) {
+      const Totals dots = sum_columns<acc_t>(DotSweep<acc_t, x_t>{grad_output, x, weight_row, stats, {}, {}}, n);
+      const acc_t c1 = static_cast<acc_t>(dots.first / n);
+      const acc_t c2 = static_cast<acc_t>(params.is_rms_norm ? 0 : dots.second / n);
+      const int64_t next = row + 1 < end ? row + 1 : row;
+      GradInputSweep<acc_t, x_t> sweep{grad_output, x, weight_row, static_cast<x_t*>(params.grad_input) + row * n, stats,
+                                       row_at<x_t>(params.grad_output, params.grad_output_strides, next),
+                                       row_at<x_t>(params.x, params.x_strides, next), c1, c2};
+      sweep_columns<acc_t>(sweep, 0, n);
+    }
+  }
+}
+
+template <class acc_t, class to_t>
+void sum_chunks(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin, int64_t end) {
+  ChunkSumSweep<acc_t, to_t> sweep{static_cast<const acc_t*>(partial), chunks, hidden_size, static_cast<to_t*>(grad)};
+  sweep_columns<acc_t>(sweep, begin, end);
+}
+
+template <class acc_t, class from_t>
+void widen_columns(const void* from, double offset, int64_t hidden_size, void* to) {
+  if (!from) {
+    for (int64_t col = 0; col < hidden_size; ++col) static_cast<acc_t*>(to)[col] = static_cast<acc_t>(offset);
+    return;
+  }
+  WidenSweep<acc_t, from_t> sweep{static_cast<const from_t*>(from), static_cast<acc_t>(offset), static_cast<acc_t*>(to)};
+  sweep_columns<acc_t>(sweep, 0, hidden_size);
+}
+
+// ---- run-time dtypes to the functions above ----------------------------------------------------------------------------
+
+#define FLN_FOR_DTYPE(dtype, function)                    \
+  switch (dtype) {                                        \
+    case DType::kFloat16: return function(Float16);       \
+    case DType::kBFloat16: return function(BFloat16);     \
+    case DType::kFloat32: return function(float);         \
+    default: return function(double);                     \
+  }
+
+template <class x_t>
+ForwardRows forward_rows_of(DType y_dtype) {
+#define FLN_FUNCTION(y_t) forward_rows<x_t, y_t>
+  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION)
+#undef FLN_FUNCTION
+}
+
+ForwardRows forward_rows_of(DType x_dtype, DType y_dtype) {
+#define FLN_FUNCTION(x_t) forward_rows_of<x_t>(y_dtype)
+  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION)
+#undef FLN_FUNCTION
+}
+
+BackwardRows backward_rows_of(DType x_dtype) {
+#define FLN_FUNCTION(x_t) backward_rows<x_t>
+  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION)
+#undef FLN_FUNCTION
+}
+
+SumChunks sum_chunks_of(bool is_double, DType grad_dtype) {
+#define FLN_FUNCTION(to_t) is_double ? sum_chunks<double, to_t> : sum_chunks<float, to_t>
+  FLN_FOR_DTYPE(grad_dtype, FLN_FUNCTION)
+#undef FLN_FUNCTION
+}
+
+// A weight is of x's dtype or fp32, so fp64 never meets a 16-bit one.
+WidenColumns widen_columns_of(bool is_double, DType from_dtype) {
+  if (is_double) return from_dtype == DType::kFloat32 ? widen_columns<double, float> : widen_columns<double, double>;
+  if (from_dtype == DType::kFloat16) return widen_columns<float, Float16>;
+  return from_dtype == DType::kBFloat16 ? widen_columns<float, BFloat16> : widen_columns<float, float>;
+}
+
+const Kernels kernels = {forward_rows_of, backward_rows_of, sum_chunks_of, widen_columns_of};
+
+#undef FLN_FOR_DTYPE
+#undef FLN_CONVERT
+
+}  // namespace FLN_ISA

@@ -1,0 +1,97 @@
+// What a kernel is told: one plain struct per direction, the same for CUDA and CPU. No torch, no CUDA headers.
+// A pointer that is nullptr means "absent" (an input that was not given) or "not wanted" (an output).
+#pragma once
+
+#include <cstdint>
+
+struct CUstream_st;  // cudaStream_t is a pointer to this; spelled so that C++ files need no CUDA header
+
+#if defined(__CUDACC__)
+#define FLN_HOST_DEVICE __host__ __device__
+#else
+#define FLN_HOST_DEVICE
+#endif
+
+namespace fused_layernorm {
+
+enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+// Where each row of a tensor starts, in elements. Rows come in groups of `rows_per_group` that lie `row_stride`
+// apart; groups lie `group_stride` apart. That covers a matrix with padded rows (one group) and a slice of a fused
+// QKV projection, whose heads are adjacent while its tokens are far apart (one group a token). Strides may be 0.
+// With several groups there are fewer than 2^31 rows: a 64-bit division would be a call in the middle of a kernel.
+struct RowStrides {
+  int64_t rows_per_group;
+  int64_t row_stride;
+  int64_t group_stride;
+
+  FLN_HOST_DEVICE int64_t offset(int64_t row) const {
+    if (row < rows_per_group) return row * row_stride;
+    const uint32_t group = static_cast<uint32_t>(row) / static_cast<uint32_t>(rows_per_group);
+    return group * group_stride + (row - group * rows_per_group) * row_stride;
+  }
+};
+
+// y = x_hat * (weight + weight_offset) + bias,  x_hat = (x - mean) * rstd  (mean = 0 for RMSNorm)
+struct NormForwardParams {
+  const void* x;       // [rows, hidden_size], elements of one row adjacent
+  const void* weight;  // [hidden_size] or nullptr: 1
+  const void* bias;    // [hidden_size] or nullptr: 0; of the weight's dtype
+  void* y;             // [rows, hidden_size], contiguous, 16-byte aligned
+
+  // Saved for backward, [rows] each, in the accumulation type (fp64 for fp64 x, else fp32); nullptr: not wanted.
+  // mean + mean_tail is the mean to about twice the precision of the type; both are nullptr for RMSNorm.
+  void* rstd;
+  void* mean;
+  void* mean_tail;
+
+  RowStrides x_strides;
+  int64_t rows;         // >= 1: the caller returns early when there is nothing to do
+  int64_t hidden_size;  // >= 1
+  double eps;
+  double weight_offset;  // added to weight in the accumulation type (1.0: Gemma); 0 without weight
+  DType x_dtype;
+  DType weight_dtype;  // of weight and bias: x_dtype or fp32
+  DType y_dtype;
+  bool is_rms_norm;
+};
+
+// wdy = (weight + weight_offset) * grad_output     c1 = mean(x_hat * wdy)     c2 = mean(wdy), 0 for RMSNorm
+// grad_input = (wdy - x_hat * c1 - c2) * rstd      grad_weight = sum over rows(grad_output * x_hat)
+// grad_bias = sum over rows(grad_output)
+struct NormBackwardParams {
+  const void* grad_output;  // [rows, hidden_size], of x's dtype, elements of one row adjacent
+  const void* x;            // as in forward
+  const void* weight;       // as in forward
+  const void* rstd;         // as saved by forward
+  const void* mean;         // nullptr for RMSNorm
+  const void* mean_tail;    // nullptr for RMSNorm
+
+  void* grad_input;   // [rows, hidden_size], contiguous, 16-byte aligned, of x's dtype, or nullptr
+  void* grad_weight;  // [hidden_size] or nullptr
+  void* grad_bias;    // [hidden_size] or nullptr
+  void* workspace;    // norm_backward_workspace_*() bytes, 16-byte aligned; contents undefined before and after
+
+  RowStrides grad_output_strides;
+  RowStrides x_strides;
+  int64_t rows;         // >= 1
+  int64_t hidden_size;  // >= 1
+  double weight_offset;
+  DType x_dtype;
+  DType weight_dtype;       // x_dtype or fp32
+  DType grad_weight_dtype;  // any of the four
+  DType grad_bias_dtype;    // any of the four
+  bool is_rms_norm;
+};
+
+// What the bindings call. The CUDA launchers return a cudaError_t as int (0: launched). The workspace sizes are
+// asked of the same plan that the launcher follows.
+int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
+int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
+int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
+
+void launch_norm_forward_cpu(const NormForwardParams& params);
+void launch_norm_backward_cpu(const NormBackwardParams& params);
+int64_t norm_backward_workspace_cpu(const NormBackwardParams& params);
+
+}  // namespace fused_layernorm

@@ -1,0 +1,24 @@
+"""LayerNorm and RMSNorm for PyTorch, forward and backward, each fused into one pass over memory."""
+
+__version__ = "0.1.0"
+
+from . import _ops
+from .functional import fused_layer_norm, fused_rms_norm
+from .modules import FusedLayerNorm, FusedRMSNorm
+from .replace import ReplaceReport, replace_norms, restore_norms
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "ReplaceReport",
+    "backend",
+    "fused_layer_norm",
+    "fused_rms_norm",
+    "replace_norms",
+    "restore_norms",
+]
+
+
+def backend() -> str:
+    """Which kernels this process loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch operations)."""
+    return _ops.backend

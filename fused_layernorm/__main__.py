@@ -1,0 +1,119 @@
+"""`python -m fused_layernorm [--json]`: what is installed, which kernels run here, and why. Exit status 1: broken."""
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+
+import torch
+
+from . import __version__, _ops, _toolchain
+from ._source_hash import source_hash
+
+
+def visible_cards() -> list[dict]:
+    if not torch.cuda.is_available():
+        return []
+    archs = (_ops.build_info or {}).get("arch_list") or ""
+    cards = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        cards.append(
+            {
+                "name": torch.cuda.get_device_name(index),
+                "capability": f"{major}.{minor}",
+                "covered": _toolchain.covers(archs, (major, minor)) if _toolchain.parse_archs(archs) else None,
+            }
+        )
+    return cards
+
+
+def driver_version() -> str | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    printed = _toolchain.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return printed.splitlines()[0].strip() if printed.strip() else None
+
+
+def diagnose() -> dict:
+    build = _ops.build_info
+    now = source_hash()
+    cards = visible_cards()
+    problems = [_ops.problem] if _ops.problem else []
+    for card in cards:
+        if card["covered"] is False:
+            problems.append(
+                f"the kernels were compiled for {build['arch_list']}, which does not run on {card['name']} "
+                f"({card['capability']}): set TORCH_CUDA_ARCH_LIST={card['capability']} and run {_ops.MEND}"
+            )
+    # Not an error: the sources are here because someone works on them.
+    stale = bool(build and now and build["csrc_hash"] != now)
+    return {
+        "fused_layernorm": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "cards": cards,
+        "backend": _ops.backend,
+        "reason": _ops.reason,
+        "extension": getattr(_ops.extension, "__file__", None),
+        "build": build,
+        "csrc_hash_now": now,
+        "sources_changed_since_build": stale,
+        "toolkits": [{"home": str(home), "nvcc": version} for home, version in _toolchain.find_toolkits()],
+        "compiler": _toolchain.find_cxx(),
+        "compiler_problem": _toolchain.cxx_problem(),
+        "problems": problems,
+    }
+
+
+def print_diagnosis(found: dict) -> None:
+    def line(name: str, value) -> None:
+        print(f"{name + ':':<18}{value}")
+
+    line("fused_layernorm", found["fused_layernorm"])
+    line("python", f"{found['python']} on {found['platform']}")
+    line("torch", f"{found['torch']}, CUDA {found['torch_cuda'] or '-'}")
+    line("driver", found["driver"] or "-")
+    for card in found["cards"]:
+        runs = {True: "the kernels run on it", False: "NOT covered by the kernels", None: "architectures unknown"}
+        line("card", f"{card['name']}, compute capability {card['capability']}, {runs[card['covered']]}")
+    if not found["cards"]:
+        line("card", "none visible")
+    line("backend", f"{found['backend']} ({found['reason']})")
+    line("extension", found["extension"] or "-")
+    build = found["build"]
+    if build:
+        debug = ", DEBUG" if build["debug"] else ""
+        line("built for", f"torch {build['torch']}, CUDA {build['torch_cuda'] or '-'}, Python {build['python']}{debug}")
+        line("built with", build["cxx"] + (f"; nvcc {build['nvcc']}" if build["nvcc"] else ""))
+        line("architectures", build["arch_list"] or "- (no CUDA kernels)")
+        line("csrc at build", build["csrc_hash"])
+    if found["csrc_hash_now"]:
+        changed = " (changed since the build: build again)" if found["sources_changed_since_build"] else ""
+        line("csrc now", found["csrc_hash_now"] + changed)
+    for toolkit in found["toolkits"]:
+        line("nvcc", f"{toolkit['nvcc']} in {toolkit['home']}")
+    if not found["toolkits"]:
+        line("nvcc", "not found")
+    line("C++ compiler", found["compiler_problem"] or found["compiler"])
+    for problem in found["problems"]:
+        line("PROBLEM", problem)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fused_layernorm", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    found = diagnose()
+    if parser.parse_args().json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_diagnosis(found)
+    return 1 if found["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The fingerprint of csrc/: which kernel sources a build, a test run or a recorded benchmark belongs to.
+
+Needs neither torch nor the package: setup.py loads it by path; `python fused_layernorm/_source_hash.py` prints it.
+"""
+
+import hashlib
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
+
+def source_hash(csrc: Path = CSRC) -> str | None:
+    """First 12 hex digits of a SHA-256 over the sorted names and contents of the files in csrc; None without csrc."""
+    files = sorted(path for path in Path(csrc).glob("*") if path.is_file() and not path.name.startswith("."))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    print(source_hash() or f"no sources in {CSRC}")

