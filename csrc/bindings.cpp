@@ -46,30 +46,51 @@ const void* data_or_null(const OptionalTensor& tensor) { return tensor ? tensor-
 bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
 // ---- checks: the same mistakes and words as fused_layernorm/reference.py -------------------------------------------
+// Messages are put together from strings: a stream in this file would bring in locales, which crash where the compiler
+// links its own libstdc++ beside torch's.
 
-void check_dense(const char* name, const Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, " must be a dense (strided) tensor, got layout torch.",
-                   tensor.layout() == at::kSparse ? "sparse_coo" : "other");
+std::string text(at::IntArrayRef shape) {
+  std::string joined;
+  for (const int64_t size : shape) joined += (joined.empty() ? "" : ", ") + std::to_string(size);
+  return joined;
+}
+
+std::string text(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return "torch.float16";
+    case at::kBFloat16: return "torch.bfloat16";
+    case at::kFloat: return "torch.float32";
+    case at::kDouble: return "torch.float64";
+    default: return std::string("torch's ") + c10::toString(type);
+  }
+}
+
+void check_dense(const std::string& name, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name + " must be a dense (strided) tensor, got a sparse layout");
+}
+
+void check_supported(const std::string& name, at::ScalarType type) {
+  TORCH_CHECK_TYPE(is_supported(type), name + " must be float16, bfloat16, float32 or float64, got " + text(type));
 }
 
 void check_x(const Tensor& x) {
-  TORCH_CHECK_TYPE(is_supported(x.scalar_type()), "x must be float16, bfloat16, float32 or float64, got ",
-                   x.scalar_type());
+  check_supported("x", x.scalar_type());
   check_dense("x", x);
-  TORCH_CHECK(x.is_cpu() || (kWithCuda && x.is_cuda()), "x must be on ", kWithCuda ? "cpu or cuda" : "cpu", ", got ",
-              x.device());
+  TORCH_CHECK(x.is_cpu() || (kWithCuda && x.is_cuda()),
+              std::string("x must be on ") + (kWithCuda ? "cpu or cuda" : "cpu") + ", got " + x.device().str());
 }
 
-void check_parameter(const char* name, const OptionalTensor& parameter, const Tensor& x, at::IntArrayRef shape) {
+void check_parameter(const std::string& name, const OptionalTensor& parameter, const Tensor& x,
+                     at::IntArrayRef shape) {
   if (!parameter) return;
-  TORCH_CHECK(parameter->sizes() == shape, name, " must have the shape of normalized_shape, ", shape, ", got ",
-              parameter->sizes());
-  TORCH_CHECK(parameter->device() == x.device(), name, " must be on x's device, ", x.device(), ", got ",
-              parameter->device());
-  TORCH_CHECK_TYPE(parameter->scalar_type() == x.scalar_type() ||
-                       (parameter->scalar_type() == at::kFloat && x.scalar_type() != at::kDouble),
-                   name, " must be of x's dtype, ", x.scalar_type(),
-                   x.scalar_type() == at::kDouble ? "" : ", or float32", ", got ", parameter->scalar_type());
+  const at::ScalarType dtype = x.scalar_type(), given = parameter->scalar_type();
+  TORCH_CHECK(parameter->sizes() == shape, name + " must have the shape of normalized_shape, [" + text(shape) +
+                                               "], got [" + text(parameter->sizes()) + "]");
+  TORCH_CHECK(parameter->device() == x.device(),
+              name + " must be on x's device, " + x.device().str() + ", got " + parameter->device().str());
+  TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
+                   name + " must be of x's dtype, " + text(dtype) + (dtype == at::kDouble ? "" : ", or float32") +
+                       ", got " + text(given));
   check_dense(name, *parameter);
 }
 
@@ -206,16 +227,19 @@ std::tuple<Tensor, OptionalTensor> norm_forward(const Tensor& x, const OptionalT
   const int64_t normalized_ndim = static_cast<int64_t>(shape.size());
   TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
   TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
-              "x must have shape [*, ", c10::Join(", ", shape), "] to match normalized_shape, got ", x.sizes());
+              "x must have shape [*, " + text(shape) + "] to match normalized_shape, got [" + text(x.sizes()) + "]");
   check_parameter("weight", weight, x, shape);
   check_parameter("bias", bias, x, shape);
   TORCH_CHECK_VALUE(weight || weight_offset == 0.0,
-                    "weight_offset needs a weight to be added to, got weight=None, weight_offset=", weight_offset);
+                    "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
+                        std::to_string(weight_offset));
   const at::ScalarType y_dtype = out_dtype.value_or(x.scalar_type());
-  TORCH_CHECK_TYPE(is_supported(y_dtype), "out_dtype must be float16, bfloat16, float32 or float64, got ", y_dtype);
+  check_supported("out_dtype", y_dtype);
 
   const DeviceScope scope(x);
   const Extent extent = extent_of(x, normalized_ndim);
+  TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31),
+              "normalized_shape must hold fewer than 2**31 elements, got [" + text(shape) + "]");
   const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
   Tensor y = at::empty(x.sizes(), x.options().dtype(y_dtype));
   OptionalTensor stats;
@@ -264,13 +288,13 @@ std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> norm_backward(
     int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
     std::optional<at::ScalarType> bias_dtype) {
   check_x(x);
-  TORCH_CHECK(normalized_ndim >= 1 && normalized_ndim <= x.dim(), "normalized_ndim must be from 1 to ", x.dim(),
-              ", got ", normalized_ndim);
+  TORCH_CHECK(normalized_ndim >= 1 && normalized_ndim <= x.dim(),
+              "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " +
+                  std::to_string(normalized_ndim));
   TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
-              "grad_output must have x's shape and device, ", x.sizes(), " on ", x.device(), ", got ",
-              grad_output.sizes(), " on ", grad_output.device());
-  TORCH_CHECK_TYPE(is_supported(grad_output.scalar_type()),
-                   "grad_output must be float16, bfloat16, float32 or float64, got ", grad_output.scalar_type());
+              "grad_output must have x's shape and device, [" + text(x.sizes()) + "] on " + x.device().str() +
+                  ", got [" + text(grad_output.sizes()) + "] on " + grad_output.device().str());
+  check_supported("grad_output", grad_output.scalar_type());
   check_dense("grad_output", grad_output);
   const Extent extent = extent_of(x, normalized_ndim);
   TORCH_CHECK(stats.size(-1) == extent.rows && stats.is_contiguous() && stats.device() == x.device() &&

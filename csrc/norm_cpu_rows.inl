@@ -1,7 +1,7 @@
-// The arithmetic of norm_cpu.cpp, compiled once per instruction set: norm_cpu.cpp includes this file several times, each
-// time with another FLN_ISA (a namespace) and FLN_VECTOR_BYTES (0: no vector types, one lane). Nothing but functions of
-// this namespace may be instantiated here: a std:: or c10 template compiled for AVX could be the copy the linker keeps for
-// everybody.
+// The arithmetic of norm_cpu.cpp, which includes this file once per instruction set, each time with another FLN_ISA
+// (a namespace) and FLN_VECTOR_BYTES (0: no vector types, one lane). Only functions of this namespace may be
+// instantiated here: of a std:: or c10 template compiled for AVX, the linker could keep that copy for everybody.
+// Vector types rather than loops over arrays: what is a vector then hangs on no optimizer's choice.
 namespace FLN_ISA {
 
 #if FLN_VECTOR_BYTES > 0
@@ -24,7 +24,7 @@ using Vec = typename std::conditional<sizeof(acc_t) == sizeof(double), DoubleVec
 template <class acc_t>
 constexpr int kLanes = sizeof(Vec<acc_t>) / sizeof(acc_t);
 
-// ---- load and store: storage types <-> vectors of the accumulation type -----------------------------------------------
+// ---- load and store: storage types <-> vectors of the accumulation type ---------------------------------------------
 
 template <class to_t, class from_t>
 FLN_INLINE to_t bits_as(const from_t& from) {
@@ -118,8 +118,8 @@ FLN_INLINE void store_vec(to_t* to, Vec<acc_t> value) {
   }
 }
 
-// The first `count` lanes of a vector. All of them but at a row's end, where the others read as `fill`: a value that adds
-// nothing to the sum at hand.
+// The first `count` lanes of a vector: all of them but at a row's end, where the others read as `fill`, a value that
+// adds nothing to the sum at hand.
 template <class acc_t, class from_t>
 FLN_INLINE Vec<acc_t> load(const from_t* from, int count, acc_t fill = 0) {
   if (count == kLanes<acc_t>) return load_vec<acc_t>(from);
@@ -180,7 +180,7 @@ struct Totals {
 
 template <class acc_t, class Sweep>
 FLN_INLINE Totals sum_columns(const Sweep& start, int64_t hidden_size) {
-  constexpr int64_t kBlock = 4096;
+  constexpr int64_t kBlock = 512 * kLanes<acc_t>;  // 128 terms an accumulator
   Totals totals;
   for (int64_t begin = 0; begin < hidden_size; begin += kBlock) {
     Sweep sweep = start;
@@ -203,11 +203,8 @@ struct SumSweep {
   const x_t* x;
   LaneSum<acc_t> sum;
 
+  FLN_INLINE void step(int count, int64_t col, int slot) { sum.slot[slot] += load<acc_t>(x + col, count); }
   FLN_INLINE void add_to(Totals& totals) const { totals.first += sum.total(); }
-
-  FLN_INLINE void step(int count, int64_t col, int slot) {
-    sum.slot[slot] += load<acc_t>(x + col, count);
-  }
 };
 
 template <class acc_t, class x_t>
@@ -293,7 +290,8 @@ struct GradWeightSweep {
 
   FLN_INLINE void step(int count, int64_t col, int) {
     const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
-    store<acc_t>(partial + col, count, load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count) * x_hat);
+    store<acc_t>(partial + col, count,
+                 load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count) * x_hat);
   }
 };
 
@@ -331,7 +329,7 @@ struct WidenSweep {
   }
 };
 
-// ---- rows ------------------------------------------------------------------------------------------------------------
+// ---- rows -----------------------------------------------------------------------------------------------------------
 
 template <class x_t>
 FLN_INLINE const x_t* row_at(const void* base, const RowStrides& strides, int64_t row) {
@@ -367,8 +365,8 @@ void forward_rows(const NormForwardParams& params, const void* weight, const voi
 }
 
 template <class x_t>
-void backward_rows(const NormBackwardParams& params, const void* weight, void* grad_weight_partial, void* grad_bias_partial,
-                   int64_t begin, int64_t end) {
+void backward_rows(const NormBackwardParams& params, const void* weight, void* grad_weight_partial,
+                   void* grad_bias_partial, int64_t begin, int64_t end) {
   using acc_t = AccOf<x_t>;
   const int64_t n = params.hidden_size;
   const acc_t* weight_row = static_cast<const acc_t*>(weight);
@@ -394,9 +392,15 @@ void backward_rows(const NormBackwardParams& params, const void* weight, void* g
       const acc_t c1 = static_cast<acc_t>(dots.first / n);
       const acc_t c2 = static_cast<acc_t>(params.is_rms_norm ? 0 : dots.second / n);
       const int64_t next = row + 1 < end ? row + 1 : row;
-      GradInputSweep<acc_t, x_t> sweep{grad_output, x, weight_row, static_cast<x_t*>(params.grad_input) + row * n, stats,
+      GradInputSweep<acc_t, x_t> sweep{grad_output,
+                                       x,
+                                       weight_row,
+                                       static_cast<x_t*>(params.grad_input) + row * n,
+                                       stats,
                                        row_at<x_t>(params.grad_output, params.grad_output_strides, next),
-                                       row_at<x_t>(params.x, params.x_strides, next), c1, c2};
+                                       row_at<x_t>(params.x, params.x_strides, next),
+                                       c1,
+                                       c2};
       sweep_columns<acc_t>(sweep, 0, n);
     }
   }
@@ -414,42 +418,43 @@ void widen_columns(const void* from, double offset, int64_t hidden_size, void* t
     for (int64_t col = 0; col < hidden_size; ++col) static_cast<acc_t*>(to)[col] = static_cast<acc_t>(offset);
     return;
   }
-  WidenSweep<acc_t, from_t> sweep{static_cast<const from_t*>(from), static_cast<acc_t>(offset), static_cast<acc_t*>(to)};
+  WidenSweep<acc_t, from_t> sweep{static_cast<const from_t*>(from), static_cast<acc_t>(offset),
+                                  static_cast<acc_t*>(to)};
   sweep_columns<acc_t>(sweep, 0, hidden_size);
 }
 
-// ---- run-time dtypes to the functions above ----------------------------------------------------------------------------
+// ---- run-time dtypes to the functions above -------------------------------------------------------------------------
 
-#define FLN_FOR_DTYPE(dtype, function)                    \
-  switch (dtype) {                                        \
-    case DType::kFloat16: return function(Float16);       \
-    case DType::kBFloat16: return function(BFloat16);     \
-    case DType::kFloat32: return function(float);         \
-    default: return function(double);                     \
+#define FLN_FOR_DTYPE(dtype, function)                \
+  switch (dtype) {                                    \
+    case DType::kFloat16: return function(Float16);   \
+    case DType::kBFloat16: return function(BFloat16); \
+    case DType::kFloat32: return function(float);     \
+    default: return function(double);                 \
   }
 
 template <class x_t>
 ForwardRows forward_rows_of(DType y_dtype) {
 #define FLN_FUNCTION(y_t) forward_rows<x_t, y_t>
-  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION)
+  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
 
 ForwardRows forward_rows_of(DType x_dtype, DType y_dtype) {
 #define FLN_FUNCTION(x_t) forward_rows_of<x_t>(y_dtype)
-  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION)
+  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
 
 BackwardRows backward_rows_of(DType x_dtype) {
 #define FLN_FUNCTION(x_t) backward_rows<x_t>
-  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION)
+  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
 
 SumChunks sum_chunks_of(bool is_double, DType grad_dtype) {
 #define FLN_FUNCTION(to_t) is_double ? sum_chunks<double, to_t> : sum_chunks<float, to_t>
-  FLN_FOR_DTYPE(grad_dtype, FLN_FUNCTION)
+  FLN_FOR_DTYPE(grad_dtype, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
 
@@ -466,3 +471,5 @@ const Kernels kernels = {forward_rows_of, backward_rows_of, sum_chunks_of, widen
 #undef FLN_CONVERT
 
 }  // namespace FLN_ISA
+#undef FLN_ISA
+#undef FLN_VECTOR_BYTES

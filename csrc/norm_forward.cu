@@ -3,12 +3,13 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// Each warp takes the mean m of its share of the row, then sums d = x-m and d*d: two passes over registers. A set of n
-// numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m + shift exactly, by
+// Each warp takes a reference point m near the mean of its share of the row, then sums d = x-m and d*d: two passes over
+// registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m + shift
+// exactly, by
 //   c -> c - n*shift        q -> q - shift*(2c - n*shift)
 // so the warps' sets are brought to one reference point m and added: one exchange between warps, and no cancellation,
-// as every difference is taken between near numbers. With delta = c/N the mean is m + delta to twice the precision of
-// the type (delta is kept as mean_tail), var = q/N - delta^2, and x_hat = (x-m)*rstd - delta*rstd.
+// as every difference is taken between near numbers. With delta = c/N the variance is q/N - delta^2 and the mean is
+// m + delta, kept as mean + mean_tail to twice the precision of the type; x_hat = (x-mean)*rstd - mean_tail*rstd.
 #include <cmath>
 
 #include "dispatch.cuh"
@@ -45,7 +46,18 @@ __device__ __forceinline__ T vec_sum(const T (&values)[kVec]) {
   return sums[0];
 }
 
-// Of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's elements.
+// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp.
+template <int kCount, typename T>
+__device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
+  using Lanes = RowThreads<32, 1>;
+  part = part.about(Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n)));
+  part.c = Lanes::lanes_sum<kCount>(part.c);
+  part.q = Lanes::lanes_sum<kCount>(part.q);
+  return part;
+}
+
+// Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
+// elements.
 template <typename Row, typename T>
 __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch) {
   part.c = Row::warp_sum(part.c);
@@ -55,10 +67,7 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
     const int lane = threadIdx.x % 32;
     if (lane == 0) scratch[Row::warp()] = part;
     Row::barrier();
-    part = scratch[lane % Row::kWarps];
-    part = part.about(Row::template lanes_sum<Row::kWarps>(part.m * (part.n * inverse_n)));
-    part.c = Row::template lanes_sum<Row::kWarps>(part.c);
-    part.q = Row::template lanes_sum<Row::kWarps>(part.q);
+    part = merge_moments<Row::kWarps>(scratch[lane % Row::kWarps], inverse_n);
   }
   return part;
 }
@@ -90,7 +99,7 @@ __device__ __forceinline__ void load_affine(T (&scale)[kVec], T (&offset)[kVec],
 }
 
 template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(kForwardThreads<Plan>, kForwardBlocksPerSm<Plan>)
+__global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<Plan>(dtype_of<scalar_t>))
     norm_forward_kernel(const __grid_constant__ NormForwardParams params, acc_type<scalar_t> inverse_n,
                         bool x_aligned) {
   using acc_t = acc_type<scalar_t>;
@@ -98,53 +107,64 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, kForwardBlocksPerSm<Pla
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
   using Row = RowThreads<kThreads, kRows>;
   __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
+  __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
 
-  // In 16-bit x the rounding of a warp's mean is far below what x can tell apart, so c is taken for 0.
-  constexpr bool kCompensated = sizeof(scalar_t) > 2;
+  // The reference point of a warp: its mean; for 16-bit x the mean of a quarter, the vectors with v < kSample, which
+  // saves most of a pass. A quarter of a set lies at most 2 sigma from its mean (Cauchy-Schwarz): var loses at most two
+  // bits, of many more than 16-bit results can show.
+  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;
 
-  // Which row
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + Row::group();
+  // Which row, and which slice of it: the blocks of a cluster share a row
+  const int blocks = Plan::kClusters ? cluster_size() : 1;
+  const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
   if (row >= params.rows) return;
-  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
+  if (blocks > 1) cluster_arrive();
+  const int row_vecs = static_cast<int>(params.hidden_size / kVec);
+  const int slice_vecs = (row_vecs + blocks - 1) / blocks;
+  const int slice_first = blocks > 1 ? cluster_rank() * slice_vecs : 0;
+  const int vec_count = min(slice_vecs, row_vecs - slice_first);  // may be 0 or less in the last block
+  const int64_t slice_col = static_cast<int64_t>(slice_first) * kVec;
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
   const int rank = Row::rank();
   const int warp_first = rank - rank % Row::kLanes;
-  const int vec_count = static_cast<int>(params.hidden_size / kVec);
-  const int last_tile = (vec_count - 1) / (kThreads * kVecs) * (kThreads * kVecs);
+  const int last_tile = max(vec_count - 1, 0) / (kThreads * kVecs) * (kThreads * kVecs);
 
   // Load and statistics: of the whole row when it fits the registers, else tile by tile
   RawVec<scalar_t, kVec> raw[kVecs];
+  acc_t values[kVec];
   Moments<acc_t> part{};
 #pragma unroll 1
   for (int tile = 0; tile <= last_tile; tile += kThreads * kVecs) {
     load_tile<scalar_t, kThreads>(raw, x, tile, vec_count, rank, x_aligned);
-    // How many vectors of this tile this thread, and this warp, holds
-    int thread_vecs = kVecs, warp_vecs = kVecs * Row::kLanes;
+    // How many vectors of this tile this thread, this warp, and this warp's sample hold
+    int thread_vecs = kVecs, warp_vecs = kVecs * Row::kLanes, sample_vecs = kSample * Row::kLanes;
     const int left = vec_count - tile;
     if (left < kThreads * kVecs) {
-      thread_vecs = warp_vecs = 0;
+      thread_vecs = warp_vecs = sample_vecs = 0;
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
+        const int warp_has = min(max(left - v * kThreads - warp_first, 0), Row::kLanes);
         thread_vecs += v * kThreads + rank < left;
-        warp_vecs += min(max(left - v * kThreads - warp_first, 0), Row::kLanes);
+        warp_vecs += warp_has;
+        if (v < kSample) sample_vecs += warp_has;
       }
     }
-    acc_t values[kVec];
     acc_t sum = 0;
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kSample; ++v) {
       unpack(raw[v], values);
       sum += vec_sum(values);
     }
     Moments<acc_t> here{static_cast<acc_t>(thread_vecs * kVec), 0, 0, 0};
-    if (!params.is_rms_norm && warp_vecs > 0) here.m = quick_ratio(Row::warp_sum(sum), warp_vecs * kVec);
-    if constexpr (!kKeepWidened<Plan>) forget(raw);
+    if (!params.is_rms_norm && sample_vecs > 0) here.m = quick_ratio(Row::warp_sum(sum), sample_vecs * kVec);
+    if constexpr (kWidenAnew<Plan>) forget(raw);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       if (v * kThreads + rank >= left) continue;  // a masked lane must add nothing
       unpack(raw[v], values);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-      if constexpr (kCompensated) here.c += vec_sum(values);
+      here.c += vec_sum(values);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) here.q = fma(values[i], values[i], here.q);
     }
@@ -158,10 +178,20 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, kForwardBlocksPerSm<Pla
       part.n += static_cast<acc_t>(warp_vecs * kVec);
     }
   }
-  part = row_moments<Row>(part, inverse_n, scratch);
-  const acc_t mean = part.m;
-  const acc_t mean_tail = params.is_rms_norm ? acc_t(0) : part.c * inverse_n;
-  acc_t variance = part.q * inverse_n - mean_tail * mean_tail;
+  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(vec_count, 1) * kVec) : inverse_n, scratch);
+  if (blocks > 1) {
+    part.n = static_cast<acc_t>(max(vec_count, 0) * kVec);
+    cluster_wait();
+    if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
+    cluster_sync();
+    part = merge_moments<kMaxCluster>(threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster]
+                                                                         : Moments<acc_t>{},
+                                      inverse_n);
+  }
+  const acc_t delta = params.is_rms_norm ? acc_t(0) : part.c * inverse_n;
+  const acc_t mean = part.m + delta;
+  const acc_t mean_tail = (part.m - mean) + delta;
+  acc_t variance = part.q * inverse_n - delta * delta;
   if (variance < 0) variance = 0;          // by rounding only; nan stays nan
   if (isinf(part.q)) variance = part.q;  // overflow: rstd is 0, as in torch
   const acc_t rstd = inverse_sqrt(variance + static_cast<acc_t>(params.eps));
@@ -174,18 +204,18 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, kForwardBlocksPerSm<Pla
   }
 
   // Store: backwards, as the last tile is still in registers
-  if constexpr (!kKeepWidened<Plan>) forget(raw);
+  if constexpr (kWidenAnew<Plan>) forget(raw);
   const acc_t shift = -mean_tail * rstd;
   const int64_t y_row = row * params.hidden_size;
 #pragma unroll 1
   for (int tile = last_tile; tile >= 0; tile -= kThreads * kVecs) {
     if (tile != last_tile) load_tile<scalar_t, kThreads>(raw, x, tile, vec_count, rank, x_aligned);
-    const int64_t first_col = static_cast<int64_t>(tile + rank) * kVec;
+    const int64_t first_col = slice_col + static_cast<int64_t>(tile + rank) * kVec;
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       if (v * kThreads + rank >= vec_count - tile) continue;
       const int64_t col = first_col + v * kThreads * kVec;
-      acc_t values[kVec], scale[kVec], offset[kVec];
+      acc_t scale[kVec], offset[kVec];
       load_affine<weight_t>(scale, offset, params, col);
       unpack(raw[v], values);
 #pragma unroll
@@ -208,11 +238,22 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
     return dispatch_plan<scalar_t, ForwardLadder>(params.hidden_size, [&](auto plan) {
       using Plan = decltype(plan);
       constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-      const unsigned blocks = static_cast<unsigned>((params.rows + kRows - 1) / kRows);
       const bool x_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
-      norm_forward_kernel<scalar_t, weight_t, Plan><<<blocks, kForwardThreads<Plan>, 0, stream>>>(
-          params, static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size)), x_aligned);
-      return cudaGetLastError();
+      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan>;
+      int cluster = 1;
+      if constexpr (Plan::kClusters) {
+        int device = 0;
+        DeviceFacts facts;
+        static OncePerDevice allowed;
+        cudaError_t error = device_facts(device, facts);
+        if (error == cudaSuccess) error = allowed.run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
+        if (error != cudaSuccess) return error;
+        cluster = cluster_for<Plan>(params.hidden_size / Plan::kVec, facts.max_cluster);
+      }
+      const int64_t blocks = (params.rows + kRows - 1) / kRows * cluster;
+      return launch_clusters(kernel, blocks, kForwardThreads<Plan>, 0, cluster, stream, params,
+                             static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size)),
+                             x_aligned);
     });
   });
 }

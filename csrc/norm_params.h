@@ -25,6 +25,8 @@ struct RowStrides {
   int64_t row_stride;
   int64_t group_stride;
 
+  FLN_HOST_DEVICE bool is_even(int64_t rows) const { return rows <= rows_per_group; }  // all rows equally far apart
+
   FLN_HOST_DEVICE int64_t offset(int64_t row) const {
     if (row < rows_per_group) return row * row_stride;
     const uint32_t group = static_cast<uint32_t>(row) / static_cast<uint32_t>(rows_per_group);

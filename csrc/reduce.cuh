@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace fused_layernorm {
 
@@ -64,22 +65,115 @@ struct RowThreads {
 // row of the block. Calls that follow each other must alternate between two scratch areas: then a warp that runs
 // ahead into the next sum writes where nobody still reads.
 template <typename T>
-struct Pair {
+struct alignas(2 * sizeof(T)) Pair {
   T first, second;
 };
 
+// Both sums over `kCount` neighbouring lanes in one butterfly: the halves first swap, so that each carries one of the
+// sums on. The lower half returns the first sum, the upper half the second.
+template <typename Row, int kCount, typename T>
+__device__ __forceinline__ T lanes_half_sum(Pair<T> value) {
+  const bool upper = threadIdx.x % kCount >= kCount / 2;
+  const T received = __shfl_xor_sync(Row::lane_mask(), upper ? value.first : value.second, kCount / 2);
+  return Row::template lanes_sum<kCount / 2>((upper ? value.second : value.first) + received);
+}
+
 template <typename Row, typename T>
 __device__ __forceinline__ Pair<T> row_sum(Pair<T> value, Pair<T>* scratch) {
-  value = {Row::warp_sum(value.first), Row::warp_sum(value.second)};
-  if constexpr (Row::kWarps > 1) {
+  const T half = lanes_half_sum<Row, Row::kLanes>(value);
+  if constexpr (Row::kWarps == 1) {
+    const T other = __shfl_xor_sync(Row::lane_mask(), half, Row::kLanes / 2);
+    const bool upper = threadIdx.x % Row::kLanes >= Row::kLanes / 2;
+    return {upper ? other : half, upper ? half : other};
+  } else {
     scratch += Row::group() * Row::kWarps;
     const int lane = threadIdx.x % 32;
-    if (lane == 0) scratch[Row::warp()] = value;
+    if (lane % 16 == 0) reinterpret_cast<T*>(scratch + Row::warp())[lane / 16] = half;
     Row::barrier();
-    value = scratch[lane % Row::kWarps];
-    value = {Row::template lanes_sum<Row::kWarps>(value.first), Row::template lanes_sum<Row::kWarps>(value.second)};
+    // Every thread adds up all warps' sums, in four strands: reads of one address by a whole warp, no more exchanges
+    constexpr int kStrands = Row::kWarps < 4 ? Row::kWarps : 4;
+    Pair<T> sums[kStrands];
+#pragma unroll
+    for (int warp = 0; warp < Row::kWarps; ++warp) {
+      const Pair<T> here = scratch[warp];
+      Pair<T>& sum = sums[warp % kStrands];
+      sum = warp < kStrands ? here : Pair<T>{sum.first + here.first, sum.second + here.second};
+    }
+#pragma unroll
+    for (int strand = 1; strand < kStrands; ++strand) {
+      sums[0].first += sums[strand].first;
+      sums[0].second += sums[strand].second;
+    }
+    return sums[0];
   }
-  return value;
+}
+
+// ---- several blocks on one row: a cluster (sm_90 and later; elsewhere a cluster is one block) -----------------------
+
+constexpr int kMaxCluster = 16;
+
+__device__ __forceinline__ int cluster_size() {
+  int size = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+  return size;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+// Waits for all threads of all blocks of the cluster, and makes what they pushed visible. In two halves, so that other
+// work can lie between. A cluster must have met once before its first push: until then a block may not have started.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Writes a value to where `slot`, of this block's shared memory, lies in the shared memory of block `peer`.
+template <typename T>
+__device__ __forceinline__ void push_to_peer(T* slot, int peer, const T& value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned words[sizeof(T) / 4], remote;
+  memcpy(words, &value, sizeof(T));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote)
+      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(slot))), "r"(peer));
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(T) / 4; ++i)
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote + 4 * i), "r"(words[i]) : "memory");
+#endif
+}
+
+// row_sum over a row that a whole cluster shares, one row a block: every warp pushes its sums to every block, and one
+// cluster barrier serves all. `scratch` holds kMaxCluster * kWarps elements; alternate between two, as for row_sum.
+template <typename Row, typename T>
+__device__ __forceinline__ Pair<T> cluster_row_sum(Pair<T> value, Pair<T>* scratch, int blocks) {
+  value = {Row::warp_sum(value.first), Row::warp_sum(value.second)};
+  const int lane = threadIdx.x % 32;
+  if (lane < blocks) push_to_peer(scratch + cluster_rank() * Row::kWarps + Row::warp(), lane, value);
+  cluster_sync();
+  value = {0, 0};
+  for (int index = lane; index < blocks * Row::kWarps; index += 32) {
+    value.first += scratch[index].first;
+    value.second += scratch[index].second;
+  }
+  return {Row::template lanes_sum<32>(value.first), Row::template lanes_sum<32>(value.second)};
 }
 
 }  // namespace fused_layernorm

@@ -87,14 +87,17 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
     if not _takes_kernel(x, weight, bias):
         shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
         return reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, out_dtype)
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
-    y, _ = _ops.norm_forward(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, False)
-    return y
+    try:
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
+        return _ops.norm_forward(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, False)[0]
+    except TypeError:  # pybind11 lists every argument; say which one is wrong
+        reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+        raise
 
 
 def _takes_kernel(x, weight, bias) -> bool:

@@ -39,6 +39,8 @@ def check_norm_arguments(
         if given is None:
             raise ValueError("normalized_shape is needed when neither weight nor bias is given")
         normalized_shape = given.shape
+    if isinstance(normalized_shape, str) or not all(isinstance(size, (int, torch.SymInt)) for size in normalized_shape):
+        raise TypeError(f"normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
     normalized_shape = tuple(normalized_shape)
     if not normalized_shape:
         raise RuntimeError("normalized_shape must have at least one dimension, got ()")
@@ -97,7 +99,7 @@ def norm(
         y = y * (weight.to(y.dtype) + weight_offset)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.to(out_dtype or x.dtype)
+    return y.to(out_dtype or x.dtype).contiguous()
 
 
 def norm_backward(
