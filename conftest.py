@@ -1,10 +1,6 @@
-"""What every suite of this repository shares: a marker, and a header that names the backend and the device."""
+"""What every suite of this repository shares: a header that names the backend and the device."""
 
 import torch
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "core: the part of the table that is run again on the reference backend")
 
 
 def pytest_report_header():

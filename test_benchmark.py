@@ -510,14 +510,32 @@ def output_of(*command):
         return None
 
 
-def make_meta(bench, args):
-    """What a record needs to be repeated; the roofs are the fastest of this run, in GB/s."""
+def environment():
+    """What a record of anything needs to be repeated: also used by benchmarks/record_tests.py. COMMIT in the environment
+    names the commit where the sources were copied without their repository."""
     import fused_layernorm
     from fused_layernorm._source_hash import source_hash
 
-    commit = output_of("git", "rev-parse", "HEAD")
+    commit = os.environ.get("COMMIT") or output_of("git", "rev-parse", "HEAD")
     if commit and output_of("git", "status", "--porcelain", "--", "csrc", "fused_layernorm", "test_benchmark.py"):
         commit += " with changes"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017
+        "device": torch.cuda.get_device_name() if HAS_CUDA else f"CPU, {torch.get_num_threads()} threads",
+        "gpu": torch.cuda.get_device_name() if HAS_CUDA else None,
+        "driver": driver_version() if HAS_CUDA else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "fused_layernorm": fused_layernorm.__version__,
+        "backend": fused_layernorm.backend(),
+        "commit": commit,
+        "csrc_hash": source_hash(),
+    }
+
+
+def make_meta(bench, args):
+    """The environment, and of this run: the fastest roofs in GB/s, the options, and what was skipped."""
     roofs = {}
     for result in bench.results:
         if result["roof_us"]:
@@ -527,18 +545,8 @@ def make_meta(bench, args):
                 key = f"{name}_{result['dtype']}_gb_per_s"
                 roofs[key] = max(roofs.get(key, 0), round(rate, 1))
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017
-        "device": torch.cuda.get_device_name() if HAS_CUDA else f"CPU, {torch.get_num_threads()} threads",
-        "gpu": torch.cuda.get_device_name() if HAS_CUDA else None,
-        "driver": driver_version() if HAS_CUDA else None,
+        **environment(),
         "l2_bytes": l2_bytes() if HAS_CUDA else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "fused_layernorm": fused_layernorm.__version__,
-        "backend": fused_layernorm.backend(),
-        "commit": commit,
-        "csrc": source_hash(),
         "roofs": roofs,
         "options": {k: getattr(args, k) for k in ("op", "dtype", "weight_dtype", "shapes", "direction", "providers")},
         "skipped": list(bench.notes),
@@ -680,7 +688,7 @@ def test_a_small_run_writes_its_records(tmp_path, capsys):
     promised = "op direction dtype weight_dtype rows hidden_size provider us roof_us fraction".split()
     assert set(promised) <= set(document["results"][0])
     assert all(result["us"] > 0 for result in document["results"])
-    assert document["meta"]["csrc"] and any("nobody" in note for note in document["meta"]["skipped"])
+    assert document["meta"]["csrc_hash"] and any("nobody" in note for note in document["meta"]["skipped"])
     assert sorted(path.suffix for path in (tmp_path / "records").iterdir()) == [".csv", ".json"]
     assert "layer_norm, fp32, forward" in capsys.readouterr().out
 

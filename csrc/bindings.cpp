@@ -80,8 +80,7 @@ void check_x(const Tensor& x) {
               std::string("x must be on ") + (kWithCuda ? "cpu or cuda" : "cpu") + ", got " + x.device().str());
 }
 
-void check_parameter(const std::string& name, const OptionalTensor& parameter, const Tensor& x,
-                     at::IntArrayRef shape) {
+void check_parameter(const std::string& name, const OptionalTensor& parameter, const Tensor& x, at::IntArrayRef shape) {
   if (!parameter) return;
   const at::ScalarType dtype = x.scalar_type(), given = parameter->scalar_type();
   TORCH_CHECK(parameter->sizes() == shape, name + " must have the shape of normalized_shape, [" + text(shape) +
@@ -222,17 +221,17 @@ std::tuple<Tensor, OptionalTensor> norm_forward(const Tensor& x, const OptionalT
   check_x(x);
   TORCH_CHECK_VALUE(normalized_shape || weight || bias,
                     "normalized_shape is needed when neither weight nor bias is given");
-  const at::IntArrayRef shape = normalized_shape ? at::IntArrayRef(*normalized_shape)
-                                                 : (weight ? weight->sizes() : bias->sizes());
+  const at::IntArrayRef shape =
+      normalized_shape ? at::IntArrayRef(*normalized_shape) : (weight ? weight->sizes() : bias->sizes());
   const int64_t normalized_ndim = static_cast<int64_t>(shape.size());
   TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
   TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
               "x must have shape [*, " + text(shape) + "] to match normalized_shape, got [" + text(x.sizes()) + "]");
   check_parameter("weight", weight, x, shape);
   check_parameter("bias", bias, x, shape);
-  TORCH_CHECK_VALUE(weight || weight_offset == 0.0,
-                    "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
-                        std::to_string(weight_offset));
+  TORCH_CHECK_VALUE(
+      weight || weight_offset == 0.0,
+      "weight_offset needs a weight to be added to, got weight=None, weight_offset=" + std::to_string(weight_offset));
   const at::ScalarType y_dtype = out_dtype.value_or(x.scalar_type());
   check_supported("out_dtype", y_dtype);
 
@@ -283,14 +282,16 @@ std::tuple<Tensor, OptionalTensor> norm_forward(const Tensor& x, const OptionalT
 
 // Returns (grad_x, grad_weight, grad_bias), each only if wanted: grad_weight with weight's dtype, grad_bias with the
 // dtype given. x, weight and stats are forward's.
-std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> norm_backward(
-    const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight, const Tensor& stats,
-    int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
-    std::optional<at::ScalarType> bias_dtype) {
+std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> norm_backward(const Tensor& grad_output, const Tensor& x,
+                                                                         const OptionalTensor& weight,
+                                                                         const Tensor& stats, int64_t normalized_ndim,
+                                                                         double weight_offset, bool is_rms_norm,
+                                                                         bool wants_x, bool wants_weight,
+                                                                         std::optional<at::ScalarType> bias_dtype) {
   check_x(x);
-  TORCH_CHECK(normalized_ndim >= 1 && normalized_ndim <= x.dim(),
-              "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " +
-                  std::to_string(normalized_ndim));
+  TORCH_CHECK(
+      normalized_ndim >= 1 && normalized_ndim <= x.dim(),
+      "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " + std::to_string(normalized_ndim));
   TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
               "grad_output must have x's shape and device, [" + text(x.sizes()) + "] on " + x.device().str() +
                   ", got [" + text(grad_output.sizes()) + "] on " + grad_output.device().str());
@@ -314,11 +315,9 @@ std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> norm_backward(
 
   // The kernels read grad_output in x's dtype. Where out_dtype made them differ, both are taken to the accumulation
   // type, at the price of a copy on a rare path.
-  const at::ScalarType kernel_dtype = grad_output.scalar_type() == x.scalar_type()
-                                          ? x.scalar_type()
-                                          : accumulation_type(x.scalar_type());
-  const at::ScalarType weight_dtype =
-      !weight || kernel_dtype != x.scalar_type() ? kernel_dtype : weight->scalar_type();
+  const at::ScalarType kernel_dtype =
+      grad_output.scalar_type() == x.scalar_type() ? x.scalar_type() : accumulation_type(x.scalar_type());
+  const at::ScalarType weight_dtype = !weight || kernel_dtype != x.scalar_type() ? kernel_dtype : weight->scalar_type();
   const OptionalTensor ready_weight = ready_parameter(weight, weight_dtype);
   const RowView x_rows(x.to(kernel_dtype), normalized_ndim, extent);
   const RowView grad_rows(grad_output.to(kernel_dtype), normalized_ndim, extent);

@@ -46,13 +46,13 @@ cudaError_t device_facts(int& device, DeviceFacts& facts) {
 }
 }  // namespace
 
-// How many blocks share a row of vec_count vectors: as many as hold it at once, by powers of two.
+// How many blocks share a row of vec_count vectors: as many as hold it at once. Above 8 a cluster is 16.
 template <typename Plan>
 int cluster_for(int64_t vec_count, int max_cluster) {
-  int blocks = 1;
-  if constexpr (Plan::kClusters)
-    while (blocks < max_cluster && vec_count > static_cast<int64_t>(blocks) * Plan::kThreads * Plan::kVecs) blocks *= 2;
-  return blocks;
+  if (!Plan::kClusters) return 1;
+  const int64_t tile = Plan::kThreads * Plan::kVecs;
+  const int64_t blocks = (vec_count + tile - 1) / tile;
+  return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, max_cluster));
 }
 
 // Launches a kernel with clusters of `cluster` blocks, or as usual for 1.
@@ -93,8 +93,13 @@ class OncePerDevice {
 template <typename Kernel>
 cudaError_t allow_more(Kernel kernel, int shared_bytes, int max_cluster) {
   cudaError_t error = cudaSuccess;
-  if (shared_bytes > 48 * 1024)
+  if (shared_bytes > 0) {
+    // Without the second wish the driver may leave the SM less shared memory than the blocks it could hold need
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess)
+      error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
   if (error == cudaSuccess && max_cluster > 8)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   return error;

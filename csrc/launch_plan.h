@@ -32,20 +32,20 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 
 template <typename scalar_t, int vec>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<4, 2, vec>, RowPlan<4, 4, vec>, RowPlan<8, 4, vec>, RowPlan<16, 4, vec>,
+  using type = Ladder<RowPlan<4, 2, vec>, RowPlan<4, 4, vec>, RowPlan<8, 4, vec>, RowPlan<32, 2, vec>,
                       RowPlan<32, 4, vec>, RowPlan<64, 4, vec>, RowPlan<128, 4, vec>, RowPlan<128, 8, vec>,
                       RowPlan<256, 8, vec>, RowPlan<256, 4, vec, true>>;
 };
 template <>
 struct ForwardLadder<float, 4> {
-  using type = Ladder<RowPlan<4, 2, 4>, RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>,
-                      RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>,
-                      RowPlan<256, 8, 4, true>>;
+  using type =
+      Ladder<RowPlan<4, 2, 4>, RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<64, 2, 4>,
+             RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<256, 8, 4, true>>;
 };
 template <typename scalar_t>
 struct ForwardLadder<scalar_t, 1> {
-  using type = Ladder<RowPlan<4, 4, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<256, 12, 1>,
-                      RowPlan<512, 12, 1>>;
+  using type =
+      Ladder<RowPlan<4, 4, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<256, 12, 1>, RowPlan<512, 12, 1>>;
 };
 template <>
 struct ForwardLadder<double, 1> {
@@ -62,7 +62,8 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 // assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype) {
-  const int threads = Plan::kVecs * Plan::kVec > 32 ? 512 : x_dtype == DType::kFloat16 ? 768 : 1024;
+  const bool long_row = Plan::kVec > 1 && Plan::kVecs > 4 && !Plan::kClusters;
+  const int threads = long_row ? 512 : x_dtype == DType::kBFloat16 ? 1024 : 768;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -76,20 +77,20 @@ constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec > 32;
 // One ladder for both strategies below, so that grad_input is the same bits whichever runs.
 template <typename scalar_t, int vec>
 struct BackwardLadder {
-  using type = Ladder<RowPlan<4, 2, vec>, RowPlan<8, 2, vec>, RowPlan<16, 2, vec>, RowPlan<32, 2, vec>,
-                      RowPlan<64, 2, vec>, RowPlan<128, 2, vec>, RowPlan<256, 2, vec>, RowPlan<512, 2, vec>,
-                      RowPlan<512, 2, vec, true>>;
+  using type =
+      Ladder<RowPlan<4, 2, vec>, RowPlan<8, 2, vec>, RowPlan<16, 2, vec>, RowPlan<32, 2, vec>, RowPlan<64, 2, vec>,
+             RowPlan<128, 2, vec>, RowPlan<256, 2, vec>, RowPlan<512, 2, vec>, RowPlan<512, 2, vec, true>>;
 };
 template <>
 struct BackwardLadder<float, 4> {
-  using type = Ladder<RowPlan<4, 2, 4>, RowPlan<8, 2, 4>, RowPlan<16, 2, 4>, RowPlan<32, 2, 4>, RowPlan<64, 2, 4>,
-                      RowPlan<128, 2, 4>, RowPlan<256, 2, 4>, RowPlan<512, 2, 4>, RowPlan<512, 4, 4>,
-                      RowPlan<512, 4, 4, true>>;
+  using type =
+      Ladder<RowPlan<4, 2, 4>, RowPlan<8, 2, 4>, RowPlan<16, 2, 4>, RowPlan<32, 2, 4>, RowPlan<64, 2, 4>,
+             RowPlan<128, 2, 4>, RowPlan<256, 2, 4>, RowPlan<512, 2, 4>, RowPlan<512, 4, 4>, RowPlan<512, 4, 4, true>>;
 };
 template <typename scalar_t>
 struct BackwardLadder<scalar_t, 1> {
   using type = Ladder<RowPlan<8, 2, 1>, RowPlan<32, 2, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<512, 8, 1>,
-                      RowPlan<512, 8, 1, true>>;
+                      RowPlan<512, 9, 1>, RowPlan<512, 9, 1, true>>;
 };
 template <>
 struct BackwardLadder<double, 1> {
@@ -105,16 +106,18 @@ constexpr int kBackwardThreads = round_up_to(Plan::kThreads, kBackwardBlock);
 // room for 2 accumulators an element beside the row: up to 16 elements a thread.
 template <typename scalar_t, typename Plan>
 constexpr bool fused_backward_fits() {
-  return sizeof(scalar_t) < 8 && Plan::kVecs * Plan::kVec <= (Plan::kVec == 1 ? 8 : 16);
+  return sizeof(scalar_t) < 8 && Plan::kVecs * Plan::kVec <= (Plan::kVec == 1 ? 9 : 16);
 }
 
 // 512 threads an SM: up to 128 registers each. Fewer threads with more in flight each beat more threads.
 template <typename Plan>
 constexpr int kFusedBlocksPerSm = round_up_to(512 / kBackwardThreads<Plan>, 1);
 
-// Rows in flight a thread: 160 to 192 KB an SM with the threads above.
+// Rows in flight a row group. More is not better: with 5 (160 KB an SM) rows of 4 KB and more fell to 0.71-0.74 of the
+// two-read-one-write pass (bf16, N = 2048 to 8192) from 0.84-0.88 with 4; with 3, N = 2048 fell to 0.75; with 2, N =
+// 4096 and 8192 to 0.80. It is the memory system, not the waiting: without the exchange between warps nothing changed.
 template <typename Plan>
-constexpr int kFusedDepth = Plan::kVecs > 2 ? 3 : 5;
+constexpr int kFusedDepth = Plan::kVecs > 2 ? 3 : 4;
 
 // Strategy "split": blocks of rows write grad_input while blocks of columns sum the weight gradients, in one launch.
 // Reads x and grad_output twice, so it is for what the fused strategy cannot hold, and for problems that live in the

@@ -5,9 +5,10 @@
 //                                                grad_bias   = sum over rows(grad_output)
 //
 // Two strategies (launch_plan.h says when). Fused: persistent blocks walk over rows, read x and grad_output once, keep
-// the weight gradients of their rows in registers and leave one partial sum a block. Split: blocks of rows and blocks of
-// columns side by side in one launch. Both take the same steps per row in the same order with pinned rounding, so
-// grad_input has the same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on timing.
+// the weight gradients of their rows in registers and leave one partial sum a block. Split: blocks of rows and blocks
+// of columns side by side in one launch. Both take the same steps per row in the same order with pinned rounding, so
+// grad_input has the same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on
+// timing.
 #include "dispatch.cuh"
 #include "launch_plan.h"
 #include "norm_params.h"
@@ -131,24 +132,31 @@ struct RowQueue {
   static constexpr int kAsksForGrad = kThreads > 32 ? kThreads / 2 : 0;
 
   uint4* ring;
-  unsigned arrived;  // shared address of the first stage's barrier
+  unsigned arrived;                    // shared address of the first stage's barrier
   const scalar_t *x_next, *grad_next;  // for the copy engine: the row to be fetched next
-  int64_t slice_col;
+  int64_t slice_col, row_step;
   int rank, vec_count, stage = 0;
   unsigned parity = 1;  // the first kDepth fetches go once round the ring and turn it to 0
   bool x_aligned, grad_aligned, bulk = false;
 
   // To be constructed by all threads of the block together. Rows come in steps of row_step from first_row on.
   __device__ RowQueue(uint4* memory, Shared& shared, const NormBackwardParams& params, int group, int rank,
-                      int64_t slice_col, int vec_count, int64_t first_row, bool x_aligned, bool grad_aligned)
-      : ring(memory + group * kDepth * kStage), arrived(shared_address(shared.arrived[group])), slice_col(slice_col),
-        rank(rank), vec_count(vec_count), x_aligned(x_aligned), grad_aligned(grad_aligned) {
+                      int64_t slice_col, int vec_count, int64_t first_row, int64_t row_step, bool x_aligned,
+                      bool grad_aligned)
+      : ring(memory + group * kDepth * kStage),
+        arrived(shared_address(shared.arrived[group])),
+        slice_col(slice_col),
+        row_step(row_step),
+        rank(rank),
+        vec_count(vec_count),
+        x_aligned(x_aligned),
+        grad_aligned(grad_aligned) {
 #if __CUDA_ARCH__ >= 900
     bulk = x_aligned && grad_aligned && params.x_strides.is_even(params.rows) &&
            params.grad_output_strides.is_even(params.rows);
     x_next = static_cast<const scalar_t*>(params.x) + first_row * params.x_strides.row_stride + slice_col;
-    grad_next =
-        static_cast<const scalar_t*>(params.grad_output) + first_row * params.grad_output_strides.row_stride + slice_col;
+    grad_next = static_cast<const scalar_t*>(params.grad_output) + first_row * params.grad_output_strides.row_stride +
+                slice_col;
     if (rank == 0) {
       for (int i = 0; i < kDepth; ++i) init_barrier(arrived + 8 * i, 2);
       fence_barrier_init();
@@ -172,7 +180,7 @@ struct RowQueue {
   }
 
   // Sends for row `row`, the next in turn, into the current stage, which all threads of the row have read.
-  __device__ void fetch(const NormBackwardParams& params, int64_t row, int64_t row_step) {
+  __device__ void fetch(const NormBackwardParams& params, int64_t row) {
 #if __CUDA_ARCH__ >= 900
     if (bulk) {
       if (row < params.rows) {
@@ -220,7 +228,9 @@ struct RowQueue {
   }
 };
 
-// The same for single elements, which neither way can copy: one row ahead, in registers.
+// The same for single elements, which neither way can copy: one row ahead, in registers. (The copy engine can bring the
+// aligned window around such a row; tried, and slower: 501 us against 407 at N = 769, as picking single elements out of
+// shared memory costs more instructions than it saves waiting.)
 template <typename scalar_t, int threads, int vecs, bool clusters>
 struct RowQueue<scalar_t, RowPlan<threads, vecs, 1, clusters>> {
   static constexpr bool kInRegisters = true;
@@ -234,10 +244,10 @@ struct RowQueue<scalar_t, RowPlan<threads, vecs, 1, clusters>> {
   Vecs x_next, grad_next;
 
   __device__ RowQueue(uint4*, Shared&, const NormBackwardParams&, int, int rank, int64_t slice_col, int vec_count,
-                      int64_t, bool, bool)
+                      int64_t, int64_t, bool, bool)
       : slice_col(slice_col), rank(rank), vec_count(vec_count) {}
 
-  __device__ void fetch(const NormBackwardParams& params, int64_t row, int64_t) {
+  __device__ void fetch(const NormBackwardParams& params, int64_t row) {
     if (row >= params.rows) return;
     const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
     const scalar_t* grad =
@@ -295,11 +305,11 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
   using Queue = RowQueue<scalar_t, Plan>;
   __shared__ typename Queue::Shared queue_shared;
   int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
-  Queue queue(queue_memory, queue_shared, params, Row::group(), rank, slice_col, vec_count, row, x_aligned,
+  Queue queue(queue_memory, queue_shared, params, Row::group(), rank, slice_col, vec_count, row, row_step, x_aligned,
               grad_aligned);
   if (blocks > 1) cluster_sync();
   for (int ahead = 0; ahead < Queue::kDepth; ++ahead) {
-    queue.fetch(params, row + ahead * row_step, row_step);
+    queue.fetch(params, row + ahead * row_step);
     queue.next_stage();
   }
   SavedStats<acc_t> stats_next{};
@@ -311,7 +321,7 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
     // Load
     RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
     queue.take(x_raw, grad_raw);
-    if constexpr (Queue::kInRegisters) queue.fetch(params, row + row_step, row_step);
+    if constexpr (Queue::kInRegisters) queue.fetch(params, row + row_step);
     const RowStats<acc_t> stats(stats_next);
     if (row + row_step < params.rows) stats_next = load_stats<acc_t>(params, row + row_step);
 
@@ -332,7 +342,7 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan
     const Pair<acc_t> means = row_means<Row>(sums, params, inverse_n, scratch[turn], blocks);
 
     // All threads of the row have read this stage: each has come through the exchange of the sums
-    if constexpr (!Queue::kInRegisters) queue.fetch(params, row + Queue::kDepth * row_step, row_step);
+    if constexpr (!Queue::kInRegisters) queue.fetch(params, row + Queue::kDepth * row_step);
     queue.next_stage();
 
     // Store
@@ -397,8 +407,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs;
   using Row = RowThreads<kThreads, kBackwardThreads<Plan> / kThreads>;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-  const scalar_t* grad_row =
-      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
+  const scalar_t* grad_row = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
   const int rank = Row::rank();
   const int vec_count = static_cast<int>(params.hidden_size / kVec);
   const int last_tile = (vec_count - 1) / kTile * kTile;
@@ -579,8 +588,7 @@ cudaError_t resident_clusters(int cluster, int& clusters) {
   int device = 0;
   DeviceFacts facts;
   cudaError_t error = device_facts(device, facts);
-  if (error == cudaSuccess)
-    error = allowed.run(device, [&] { return allow_more(kernel, kBytes, facts.max_cluster); });
+  if (error == cudaSuccess) error = allowed.run(device, [&] { return allow_more(kernel, kBytes, facts.max_cluster); });
   if (error != cudaSuccess) return error;
   clusters = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
   if (clusters > 0) return cudaSuccess;
@@ -636,14 +644,13 @@ cudaError_t plan_launch(const NormBackwardParams& params, BackwardLaunch& launch
   if (params.grad_input) launch.row_blocks = row_blocks;
   if (wants_columns) {
     launch.column_lanes = kBackwardThreads<Plan>;
-    while (launch.column_lanes > kColumnLanes<Plan::kVec> &&
-           kBackwardThreads<Plan> / launch.column_lanes < params.rows)
+    while (launch.column_lanes > kColumnLanes<Plan::kVec> && kBackwardThreads<Plan> / launch.column_lanes < params.rows)
       launch.column_lanes /= 2;
     launch.column_tiles = static_cast<int>((vec_count + launch.column_lanes - 1) / launch.column_lanes);
-    const int64_t rows_at_least = static_cast<int64_t>(kBackwardThreads<Plan> / launch.column_lanes) *
-                                  kColumnRowsPerThread;
-    const int64_t splits = std::clamp<int64_t>(kColumnBlocks / launch.column_tiles, 1,
-                                               (params.rows + rows_at_least - 1) / rows_at_least);
+    const int64_t rows_at_least =
+        static_cast<int64_t>(kBackwardThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
+    const int64_t splits =
+        std::clamp<int64_t>(kColumnBlocks / launch.column_tiles, 1, (params.rows + rows_at_least - 1) / rows_at_least);
     launch.blocks = static_cast<int>(launch.column_tiles * splits);
     launch.partials = splits > 1 ? static_cast<int>(splits) : 0;
   }
@@ -686,9 +693,9 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     const bool grad_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
     if constexpr (fused_backward_fits<scalar_t, Plan>()) {
       if (launch.fused) {
-        const cudaError_t error = launch_clusters(
-            norm_backward_fused_kernel<scalar_t, weight_t, Plan>, launch.blocks, kBackwardThreads<Plan>,
-            RowQueue<scalar_t, Plan>::kBytes, launch.cluster, stream, params, inverse_n, x_aligned, grad_aligned);
+        const cudaError_t error = launch_clusters(norm_backward_fused_kernel<scalar_t, weight_t, Plan>, launch.blocks,
+                                                  kBackwardThreads<Plan>, RowQueue<scalar_t, Plan>::kBytes,
+                                                  launch.cluster, stream, params, inverse_n, x_aligned, grad_aligned);
         if (error != cudaSuccess) return error;
       }
     }

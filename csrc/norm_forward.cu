@@ -4,8 +4,8 @@
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
 // Each warp takes a reference point m near the mean of its share of the row, then sums d = x-m and d*d: two passes over
-// registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m + shift
-// exactly, by
+// registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m +
+// shift exactly, by
 //   c -> c - n*shift        q -> q - shift*(2c - n*shift)
 // so the warps' sets are brought to one reference point m and added: one exchange between warps, and no cancellation,
 // as every difference is taken between near numbers. With delta = c/N the variance is q/N - delta^2 and the mean is
@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
   const int warp_first = rank - rank % Row::kLanes;
   const int last_tile = max(vec_count - 1, 0) / (kThreads * kVecs) * (kThreads * kVecs);
 
+  // A full tile goes without a test a vector, so that its loads need not wait for one another.
   // Load and statistics: of the whole row when it fits the registers, else tile by tile
   RawVec<scalar_t, kVec> raw[kVecs];
   acc_t values[kVec];
@@ -158,15 +159,22 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
     Moments<acc_t> here{static_cast<acc_t>(thread_vecs * kVec), 0, 0, 0};
     if (!params.is_rms_norm && sample_vecs > 0) here.m = quick_ratio(Row::warp_sum(sum), sample_vecs * kVec);
     if constexpr (kWidenAnew<Plan>) forget(raw);
+    const auto add_up = [&](auto full) {
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      if (v * kThreads + rank >= left) continue;  // a masked lane must add nothing
-      unpack(raw[v], values);
+      for (int v = 0; v < kVecs; ++v) {
+        if (!full && v * kThreads + rank >= left) continue;  // a masked lane must add nothing
+        unpack(raw[v], values);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-      here.c += vec_sum(values);
+        for (int i = 0; i < kVec; ++i) values[i] -= here.m;
+        here.c += vec_sum(values);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) here.q = fma(values[i], values[i], here.q);
+        for (int i = 0; i < kVec; ++i) here.q = fma(values[i], values[i], here.q);
+      }
+    };
+    if (left >= kThreads * kVecs) {
+      add_up(std::true_type{});
+    } else {
+      add_up(std::false_type{});
     }
     if (tile == 0) {
       part = here;
@@ -184,15 +192,14 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
     cluster_wait();
     if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
     cluster_sync();
-    part = merge_moments<kMaxCluster>(threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster]
-                                                                         : Moments<acc_t>{},
-                                      inverse_n);
+    part = merge_moments<kMaxCluster>(
+        threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
   }
   const acc_t delta = params.is_rms_norm ? acc_t(0) : part.c * inverse_n;
   const acc_t mean = part.m + delta;
   const acc_t mean_tail = (part.m - mean) + delta;
   acc_t variance = part.q * inverse_n - delta * delta;
-  if (variance < 0) variance = 0;          // by rounding only; nan stays nan
+  if (variance < 0) variance = 0;        // by rounding only; nan stays nan
   if (isinf(part.q)) variance = part.q;  // overflow: rstd is 0, as in torch
   const acc_t rstd = inverse_sqrt(variance + static_cast<acc_t>(params.eps));
   if (rank == 0 && params.rstd) {
@@ -211,20 +218,27 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
   for (int tile = last_tile; tile >= 0; tile -= kThreads * kVecs) {
     if (tile != last_tile) load_tile<scalar_t, kThreads>(raw, x, tile, vec_count, rank, x_aligned);
     const int64_t first_col = slice_col + static_cast<int64_t>(tile + rank) * kVec;
+    const auto store = [&](auto full) {
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      if (v * kThreads + rank >= vec_count - tile) continue;
-      const int64_t col = first_col + v * kThreads * kVec;
-      acc_t scale[kVec], offset[kVec];
-      load_affine<weight_t>(scale, offset, params, col);
-      unpack(raw[v], values);
+      for (int v = 0; v < kVecs; ++v) {
+        if (!full && v * kThreads + rank >= vec_count - tile) continue;
+        const int64_t col = first_col + v * kThreads * kVec;
+        acc_t scale[kVec], offset[kVec];
+        load_affine<weight_t>(scale, offset, params, col);
+        unpack(raw[v], values);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] = fma(fma(values[i] - mean, rstd, shift), scale[i], offset[i]);
-      if (params.y_dtype == dtype_of<scalar_t>) {
-        store_vec(static_cast<scalar_t*>(params.y) + y_row + col, values);
-      } else {
-        store_vec_as(params.y, params.y_dtype, y_row + col, values);
+        for (int i = 0; i < kVec; ++i) values[i] = fma(fma(values[i] - mean, rstd, shift), scale[i], offset[i]);
+        if (params.y_dtype == dtype_of<scalar_t>) {
+          store_vec(static_cast<scalar_t*>(params.y) + y_row + col, values);
+        } else {
+          store_vec_as(params.y, params.y_dtype, y_row + col, values);
+        }
       }
+    };
+    if (vec_count - tile >= kThreads * kVecs) {
+      store(std::true_type{});
+    } else {
+      store(std::false_type{});
     }
   }
 }
@@ -252,8 +266,7 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
       }
       const int64_t blocks = (params.rows + kRows - 1) / kRows * cluster;
       return launch_clusters(kernel, blocks, kForwardThreads<Plan>, 0, cluster, stream, params,
-                             static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size)),
-                             x_aligned);
+                             static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size)), x_aligned);
     });
   });
 }

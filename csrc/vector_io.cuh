@@ -36,8 +36,10 @@ __device__ __forceinline__ double widen(double value) { return value; }
 template <typename T, typename acc_t>
 __device__ __forceinline__ T narrow(acc_t value) {
   if constexpr (sizeof(T) == 2) {
-    if constexpr (std::is_same<T, __half>::value) return __float2half_rn(static_cast<float>(value));
-    else return __float2bfloat16_rn(static_cast<float>(value));
+    if constexpr (std::is_same<T, __half>::value)
+      return __float2half_rn(static_cast<float>(value));
+    else
+      return __float2bfloat16_rn(static_cast<float>(value));
   } else {
     return static_cast<T>(value);
   }
@@ -79,7 +81,8 @@ __device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
     raw.element = __ldg(source);
   } else {
 #pragma unroll
-    for (int word = 0; word < raw.kWords; ++word) raw.words[word] = __ldg(reinterpret_cast<const uint4*>(source) + word);
+    for (int word = 0; word < raw.kWords; ++word)
+      raw.words[word] = __ldg(reinterpret_cast<const uint4*>(source) + word);
   }
   return raw;
 }
@@ -215,8 +218,8 @@ __device__ __forceinline__ void wait_for_copies() {
 
 #if __CUDA_ARCH__ >= 900
 // The same for a whole row at once, by the copy engine (sm_90 and later): one thread asks, and whoever waits on the
-// barrier sees the bytes. Shared memory goes by its 32-bit address. Addresses and sizes are multiples of 16 bytes. A barrier counts its uses in phases: the wait
-// names the parity of the one it waits for.
+// barrier sees the bytes. Shared memory goes by its 32-bit address. Addresses and sizes are multiples of 16 bytes. A
+// barrier counts its uses in phases: the wait names the parity of the one it waits for.
 __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

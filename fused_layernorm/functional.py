@@ -94,7 +94,8 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
             or (bias is not None and bias.requires_grad)
         ):
             return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
-        return _ops.norm_forward(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, False)[0]
+        y, _ = _ops.norm_forward(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, False)
+        return y
     except TypeError:  # pybind11 lists every argument; say which one is wrong
         reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
         raise

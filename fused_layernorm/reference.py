@@ -115,7 +115,8 @@ def norm_backward(
     """Gradients of `norm` with respect to x, weight (None without weight) and bias (None without bias_dtype).
 
     wdy = (weight + weight_offset) * grad_output    c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm
-    grad_input = (wdy - x_hat * c1 - c2) * rstd     grad_weight = sum(grad_output * x_hat)    grad_bias = sum(grad_output)
+    grad_input = (wdy - x_hat * c1 - c2) * rstd
+    grad_weight = sum(grad_output * x_hat)          grad_bias = sum(grad_output)
     """
     dims = tuple(range(-len(normalized_shape), 0))
     row_dims = tuple(range(x.dim() - len(normalized_shape)))
