@@ -511,7 +511,7 @@ def output_of(*command):
 
 
 def environment():
-    """What a record of anything needs to be repeated: also used by benchmarks/record_tests.py. COMMIT in the environment
+    """What a record of anything needs to be repeated; benchmarks/record_tests.py uses it too. COMMIT in the environment
     names the commit where the sources were copied without their repository."""
     import fused_layernorm
     from fused_layernorm._source_hash import source_hash
