@@ -2,7 +2,7 @@
 #   PYTHON=python3.12   the Python that the environment is made with
 #   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
 #   VENV=path           the environment
-#   ARGS="-k strided"   more arguments for pytest or the benchmark
+#   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
 
 PYTHON ?= python3
