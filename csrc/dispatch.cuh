@@ -55,23 +55,24 @@ int cluster_for(int64_t vec_count, int max_cluster) {
   return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, max_cluster));
 }
 
-// Launches a kernel with clusters of `cluster` blocks, or as usual for 1.
-template <typename... Expected, typename... Args>
-cudaError_t launch_clusters(void (*kernel)(Expected...), int64_t blocks, int threads, int shared_bytes, int cluster,
-                            cudaStream_t stream, Args... args) {
+// A launch in clusters of `cluster` blocks, or as usual for 1.
+struct ClusterLaunch {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args...);
-}
+
+  ClusterLaunch(int64_t blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream = nullptr) {
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attribute
+};
 
 // Whether something was done already on a device: one bit each.
 class OncePerDevice {

@@ -30,6 +30,10 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
 
+// Measured on an H200, x of 256 MiB, fraction of the copy, bf16: N = 8192 128 x 8 vectors 0.94, 256 x 4 0.87; N = 16384
+// 256 x 8 0.92, 512 x 4 0.78; N = 65536 in clusters 256 x 4 0.53, 256 x 8 0.42, and fp32 256 x 8 0.70, 256 x 4 0.50.
+// N = 512: 32 x 2 0.79 and 2.4 us at 32 rows, 16 x 4 0.91 and 3.5 us, where torch takes 2.6 us: the small launch
+// decided.
 template <typename scalar_t, int vec>
 struct ForwardLadder {
   using type = Ladder<RowPlan<4, 2, vec>, RowPlan<4, 4, vec>, RowPlan<8, 4, vec>, RowPlan<32, 2, vec>,
@@ -74,7 +78,9 @@ constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec > 32;
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// One ladder for both strategies below, so that grad_input is the same bits whichever runs.
+// One ladder for both strategies below, so that grad_input is the same bits whichever runs. bf16 at N = 256: 16 x 2
+// vectors 0.77 of the pass, 32 x 1 0.59 (H200). Single elements: 512 x 9 at N = 4097 0.46, a cluster of two with 512 x
+// 8 each 0.21.
 template <typename scalar_t, int vec>
 struct BackwardLadder {
   using type =

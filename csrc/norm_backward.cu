@@ -41,7 +41,7 @@ __device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& pa
 }
 
 // The same as it is used: x_hat = (x - mean)*rstd + shift. Not done on loading: the first use of a loaded value waits
-// for it, and a row's statistics are loaded one row ahead (H200: half of all stalls came from this one product).
+// for it, and a row's statistics are loaded one row ahead (H200, bf16, N = 1024: 0.81 of the pass became 0.89).
 template <typename T>
 struct RowStats {
   T rstd, mean, shift;
@@ -593,17 +593,8 @@ cudaError_t resident_clusters(int cluster, int& clusters) {
   clusters = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
   if (clusters > 0) return cudaSuccess;
   if (cluster > 1) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(cluster);
-    config.blockDim = dim3(kBackwardThreads<Plan>);
-    config.dynamicSmemBytes = kBytes;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    const ClusterLaunch one(cluster, kBackwardThreads<Plan>, kBytes, cluster);
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
   } else {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kBackwardThreads<Plan>, kBytes);
     clusters *= facts.multiprocessors;
@@ -693,9 +684,11 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     const bool grad_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
     if constexpr (fused_backward_fits<scalar_t, Plan>()) {
       if (launch.fused) {
-        const cudaError_t error = launch_clusters(norm_backward_fused_kernel<scalar_t, weight_t, Plan>, launch.blocks,
-                                                  kBackwardThreads<Plan>, RowQueue<scalar_t, Plan>::kBytes,
-                                                  launch.cluster, stream, params, inverse_n, x_aligned, grad_aligned);
+        const ClusterLaunch persistent(launch.blocks, kBackwardThreads<Plan>, RowQueue<scalar_t, Plan>::kBytes,
+                                       launch.cluster, stream);
+        const cudaError_t error =
+            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, weight_t, Plan>, params,
+                               inverse_n, x_aligned, grad_aligned);
         if (error != cudaSuccess) return error;
       }
     }

@@ -265,8 +265,9 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
         cluster = cluster_for<Plan>(params.hidden_size / Plan::kVec, facts.max_cluster);
       }
       const int64_t blocks = (params.rows + kRows - 1) / kRows * cluster;
-      return launch_clusters(kernel, blocks, kForwardThreads<Plan>, 0, cluster, stream, params,
-                             static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size)), x_aligned);
+      const ClusterLaunch launch(blocks, kForwardThreads<Plan>, 0, cluster, stream);
+      const auto inverse_n = static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size));
+      return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_n, x_aligned);
     });
   });
 }
