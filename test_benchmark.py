@@ -516,8 +516,12 @@ def environment():
     import fused_layernorm
     from fused_layernorm._source_hash import source_hash
 
-    commit = os.environ.get("COMMIT") or output_of("git", "rev-parse", "HEAD")
-    if commit and output_of("git", "status", "--porcelain", "--", "csrc", "fused_layernorm", "test_benchmark.py"):
+    commit = os.environ.get("COMMIT")
+    if (
+        not commit
+        and (commit := output_of("git", "rev-parse", "HEAD"))
+        and output_of("git", "status", "--porcelain", "--", "csrc", "fused_layernorm", "test_benchmark.py")
+    ):
         commit += " with changes"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017
