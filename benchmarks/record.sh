@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# In one call on a machine with a GPU and torch: builds for its card, runs every test on it, benchmarks, and leaves the
-# records (tests-*.json, benchmark JSON and CSV) in the folder given, by default benchmarks/output. TESTS or SWEEP
-# replace what is run; extra processes for the tests: WORKERS (needs pytest-xdist).
+# In one call on a machine with a GPU and torch: builds for its card, runs every test on it, benchmarks, draws, and leaves
+# the records (tests_*.json, benchmark_*.json, .csv and .png) in the folder given, by default benchmarks/output. TESTS or
+# SWEEP replace what is run. WORKERS: processes for the tests (needs pytest-xdist). WARM: processes that fill the compile
+# caches first, by default one a core; 0: none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
@@ -12,11 +13,21 @@ python3 setup.py build_ext --inplace > "$out/build.log" 2>&1 || { tail -n 30 "$o
 failed=0
 # shellcheck disable=SC2086
 python3 -m pytest -q -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} --junitxml="$out/tests.xml" \
-  ${TESTS:-test_correctness.py tests/test_replace.py} > "$out/tests.log" 2>&1 || failed=1
+  ${TESTS:-test_correctness.py tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
 tail -n 12 "$out/tests.log"
 python3 benchmarks/record_tests.py "$out/tests.xml" "$out"
+
+sweep=${SWEEP:---shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
+  --direction forward,backward,call_no_grad,step --providers all --rounds 10}
+if [ "${WARM:=$(nproc)}" -gt 0 ]; then
+  # shellcheck disable=SC2086
+  python3 test_benchmark.py $sweep --warm "$WARM" || true # the run itself says who fails
+fi
 # shellcheck disable=SC2086
-python3 test_benchmark.py ${SWEEP:---shapes small,llm,sweep --dtype bf16,fp32 --op layer_norm,rms_norm \
-  --direction forward,backward --providers fused,torch} --record "$out" > "$out/benchmark.log" 2>&1 || failed=1
-tail -n 20 "$out/benchmark.log"
+python3 test_benchmark.py $sweep --record "$out" > "$out/benchmark.log" 2>&1 || failed=1
+tail -n 40 "$out/benchmark.log"
+record=$(find "$out" -maxdepth 1 -name 'benchmark_*.json' | sort | tail -n 1)
+python3 test_benchmark.py --plot "$record" || true # without matplotlib: elsewhere, later
+python3 benchmarks/check_targets.py "$record" > "$out/targets.txt" || true
+head -n 70 "$out/targets.txt"
 exit $failed

@@ -17,6 +17,7 @@ namespace fused_layernorm {
 struct DeviceFacts {
   int multiprocessors = 0;
   int max_cluster = 1;  // blocks of a cluster; 1 where the device, or the code compiled for it, has no clusters
+  int shared_bytes = 0;  // of shared memory that a block may have
 };
 
 namespace {
@@ -27,6 +28,8 @@ cudaError_t ask_device(int device, DeviceFacts& facts) {
   cudaFuncAttributes code{};
   cudaError_t error = cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, probe_kernel);
   if (error == cudaSuccess && code.ptxVersion >= 90) facts.max_cluster = major == 9 || major == 10 ? 16 : 8;
   return error;
@@ -52,7 +55,7 @@ int cluster_for(int64_t vec_count, int max_cluster) {
   if (!Plan::kClusters) return 1;
   const int64_t tile = Plan::kThreads * Plan::kVecs;
   const int64_t blocks = (vec_count + tile - 1) / tile;
-  return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, max_cluster));
+  return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, std::min(max_cluster, Plan::kMaxCluster)));
 }
 
 // A launch in clusters of `cluster` blocks, or as usual for 1.
@@ -124,27 +127,21 @@ cudaError_t dispatch_types(DType x, DType weight, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// Calls f.operator()<Plan>() for the first plan of the ladder that holds vec_count vectors at once, or for the last,
-// which takes several turns.
+// Calls f(Plan{}) for the first plan of the ladder that holds the row at once, in clusters of up to max_cluster where
+// the plan has them, or for the last, which takes several turns. A function of hidden_size, dtype and card alone, so
+// that a row's result never depends on where it lies or on the rows beside it.
 template <typename F, typename First, typename... Rest>
-cudaError_t pick_plan(Ladder<First, Rest...>, int64_t vec_count, F&& f) {
-  if constexpr (sizeof...(Rest) == 0) {
-    return f(First{});
-  } else {
-    if (vec_count <= First::kThreads * First::kVecs) return f(First{});
-    return pick_plan(Ladder<Rest...>{}, vec_count, f);
+cudaError_t pick_plan(Ladder<First, Rest...>, int64_t hidden_size, int max_cluster, F&& f) {
+  if constexpr (sizeof...(Rest) > 0) {
+    const int64_t holds = First::kThreads * First::kVecs * First::kVec * std::min(First::kMaxCluster, max_cluster);
+    if (hidden_size > holds) return pick_plan(Ladder<Rest...>{}, hidden_size, max_cluster, f);
   }
+  return f(First{});
 }
 
-// Vectors of 16 bytes where a row is made of whole ones, else single elements: a function of hidden_size and dtype
-// alone, so that a row's result never depends on where it lies. fp64 is served, not tuned: elements always.
-template <typename scalar_t, template <typename, int> class LadderOf, typename F>
-cudaError_t dispatch_plan(int64_t hidden_size, F&& f) {
-  if constexpr (sizeof(scalar_t) < 8) {
-    constexpr int kVec = 16 / static_cast<int>(sizeof(scalar_t));
-    if (hidden_size % kVec == 0) return pick_plan(typename LadderOf<scalar_t, kVec>::type{}, hidden_size / kVec, f);
-  }
-  return pick_plan(typename LadderOf<scalar_t, 1>::type{}, hidden_size, f);
+template <typename LadderOf, typename F>
+cudaError_t dispatch_plan(int64_t hidden_size, int max_cluster, F&& f) {
+  return pick_plan(typename LadderOf::type{}, hidden_size, max_cluster, f);
 }
 
 }  // namespace fused_layernorm

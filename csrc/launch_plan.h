@@ -9,18 +9,19 @@
 namespace fused_layernorm {
 
 // How one row is spread: kThreads threads, each holding kVecs vectors of kVec elements at once. Rows longer than
-// kThreads * kVecs * kVec take several turns. The plan follows from hidden_size and dtype alone, never from the number
-// of rows: that, and a fixed order of every sum, makes a row's result independent of the batch around it.
+// kThreads * kVecs * kVec take several turns. The plan follows from hidden_size, dtype and the card alone, never from
+// the number of rows: that, and a fixed order of every sum, makes a row's result independent of the batch around it.
 //
-// clusters: a row too long for one block is shared by a cluster of up to 16 blocks, where the card has clusters (sm_90
+// max_cluster: a row too long for one block is shared by a cluster of up to so many, where the card has clusters (sm_90
 // and later). A template parameter, as the few instructions it takes cost registers: with it in every plan, forward at
 // N = 4096 bf16 fell from 0.91 to 0.80 of the copy (H200).
-template <int threads, int vecs, int vec, bool clusters = false>
+template <int threads, int vecs, int vec, int max_cluster = 1>
 struct RowPlan {
   static constexpr int kThreads = threads;
   static constexpr int kVecs = vecs;
   static constexpr int kVec = vec;
-  static constexpr bool kClusters = clusters;
+  static constexpr int kMaxCluster = max_cluster;
+  static constexpr bool kClusters = max_cluster > 1;
 };
 
 template <typename... Plans>
@@ -34,26 +35,21 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 // 256 x 8 0.92, 512 x 4 0.78; N = 65536 in clusters 256 x 4 0.53, 256 x 8 0.42, and fp32 256 x 8 0.70, 256 x 4 0.50.
 // N = 512: 32 x 2 0.79 and 2.4 us at 32 rows, 16 x 4 0.91 and 3.5 us, where torch takes 2.6 us: the small launch
 // decided.
-template <typename scalar_t, int vec>
+template <typename scalar_t>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<4, 2, vec>, RowPlan<4, 4, vec>, RowPlan<8, 4, vec>, RowPlan<32, 2, vec>,
-                      RowPlan<32, 4, vec>, RowPlan<64, 4, vec>, RowPlan<128, 4, vec>, RowPlan<128, 8, vec>,
-                      RowPlan<256, 8, vec>, RowPlan<256, 4, vec, true>>;
+  using type = Ladder<RowPlan<4, 2, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<32, 2, 8>, RowPlan<32, 4, 8>,
+                      RowPlan<64, 4, 8>, RowPlan<128, 4, 8>, RowPlan<128, 8, 8>, RowPlan<256, 8, 8>,
+                      RowPlan<256, 4, 8, 16>>;
 };
 template <>
-struct ForwardLadder<float, 4> {
+struct ForwardLadder<float> {
   using type =
       Ladder<RowPlan<4, 2, 4>, RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<64, 2, 4>,
-             RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<256, 8, 4, true>>;
-};
-template <typename scalar_t>
-struct ForwardLadder<scalar_t, 1> {
-  using type =
-      Ladder<RowPlan<4, 4, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<256, 12, 1>, RowPlan<512, 12, 1>>;
+             RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<256, 8, 4, 16>>;
 };
 template <>
-struct ForwardLadder<double, 1> {
-  using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 8, 1>>;
+struct ForwardLadder<double> {
+  using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1>>;
 };
 
 // Rows of one warp or less share a block of 128 threads; longer rows have a block each.
@@ -64,10 +60,10 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 // spilled): 64 a thread, 128 for 8 vectors a thread. At 71 to 80 registers, three quarters of the threads an SM,
 // forward lost 0.08 of the copy (H200, bf16, N = 1024 to 8192); fp16 has to make do with that, as at 64 it spills (the
 // assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
-template <typename Plan>
+template <typename Plan, bool aligned>
 constexpr int forward_blocks_per_sm(DType x_dtype) {
-  const bool long_row = Plan::kVec > 1 && Plan::kVecs > 4 && !Plan::kClusters;
-  const int threads = long_row ? 512 : x_dtype == DType::kBFloat16 ? 1024 : 768;
+  const bool long_row = Plan::kVecs > 4 && !Plan::kClusters;
+  const int threads = long_row || !aligned ? 512 : x_dtype == DType::kBFloat16 ? 1024 : 768;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -78,52 +74,54 @@ constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec > 32;
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// One ladder for both strategies below, so that grad_input is the same bits whichever runs. bf16 at N = 256: 16 x 2
-// vectors 0.77 of the pass, 32 x 1 0.59 (H200). Single elements: 512 x 9 at N = 4097 0.46, a cluster of two with 512 x
-// 8 each 0.21.
-template <typename scalar_t, int vec>
-struct BackwardLadder {
-  using type =
-      Ladder<RowPlan<4, 2, vec>, RowPlan<8, 2, vec>, RowPlan<16, 2, vec>, RowPlan<32, 2, vec>, RowPlan<64, 2, vec>,
-             RowPlan<128, 2, vec>, RowPlan<256, 2, vec>, RowPlan<512, 2, vec>, RowPlan<512, 2, vec, true>>;
+// Strategy "fused": persistent blocks read x and grad_output once and keep the weight gradients in registers.
+//
+// rows: rows of a block at once; blocks_per_sm: asked of the compiler, and of the launch. Beside the warps of the rows
+// each block has one that fetches (RowRing). Registers are given to warps in fours: 7 + 1 warps leave each thread 128
+// registers at two blocks an SM, 8 + 1 only 168 of 224 at one block.
+template <int threads, int vecs, int vec, int rows, int blocks_per_sm, int max_cluster = 1>
+struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
+  static constexpr int kRows = rows;
+  static constexpr int kBlocksPerSm = blocks_per_sm;
+  // Finish a row only when the next one is added up: where the sums come from other blocks, where one row is all the
+  // block has to do, and where a thread holds so many columns that the row does not fit beside their sums.
+  static constexpr bool kOneBehind = max_cluster > 1 || vecs * vec > 16 || (rows == 1 && threads > 32);
 };
-template <>
-struct BackwardLadder<float, 4> {
-  using type =
-      Ladder<RowPlan<4, 2, 4>, RowPlan<8, 2, 4>, RowPlan<16, 2, 4>, RowPlan<32, 2, 4>, RowPlan<64, 2, 4>,
-             RowPlan<128, 2, 4>, RowPlan<256, 2, 4>, RowPlan<512, 2, 4>, RowPlan<512, 4, 4>, RowPlan<512, 4, 4, true>>;
-};
+
+// One ladder for both strategies, so that grad_input is the same bits whichever runs. H200, fraction of the
+// two-read-one-write pass without the sum of the partials, 256 MiB, prototypes of this structure:
+//   bf16 N = 256: 32 x 1, 7 rows 0.95, 8 rows 0.88 (3 blocks); 512: 32 x 2, 7 rows 0.97, 11 rows 0.93, 15 rows 0.96;
+//   1024: 64 x 2, 6 rows 0.97; 2048: 64 x 4, 4 rows 0.94, 128 x 2, 3 rows 0.92; 4096: 128 x 4, 2 rows 0.95, 256 x 2
+//   0.89; 8192: 256 x 4 or 512 x 2 0.89, clusters of 2 with 128 x 4 0.90, of 4 with 64 x 4 and 4 rows 0.966; clusters of
+//   128 x 4, 2 rows: 0.94, 0.93, 0.94 at 16384, 32768, 65536 (256 x 4, 1 row: 0.87, 0.84, 0.85); 131072: 0.89.
+//   fp32 N = 256: 0.93; 512: 0.965; 1024: 0.97; 2048: 0.99; 4096: 0.977; 8192: 512 x 4 0.87, clusters of 2 0.96, of 4
+//   with 2 rows 0.978; 16384 to 65536 0.955; 131072 0.91.
 template <typename scalar_t>
-struct BackwardLadder<scalar_t, 1> {
-  using type = Ladder<RowPlan<8, 2, 1>, RowPlan<32, 2, 1>, RowPlan<32, 8, 1>, RowPlan<128, 8, 1>, RowPlan<512, 8, 1>,
-                      RowPlan<512, 9, 1>, RowPlan<512, 9, 1, true>>;
+struct BackwardLadder {
+  using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 4, 8, 4, 1>,
+                      BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>, BackwardPlan<256, 4, 8, 1, 1>,
+                      BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
 };
 template <>
-struct BackwardLadder<double, 1> {
+struct BackwardLadder<float> {
+  using type = Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
+                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
+                      BackwardPlan<256, 8, 4, 1, 1>, BackwardPlan<256, 4, 4, 1, 1, 16>,
+                      BackwardPlan<256, 8, 4, 1, 1, 16>>;
+};
+template <>
+struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
-constexpr int kBackwardBlock = 256;  // threads of a block of short rows
-
 template <typename Plan>
-constexpr int kBackwardThreads = round_up_to(Plan::kThreads, kBackwardBlock);
+constexpr int kFusedThreads = Plan::kThreads* Plan::kRows + 32;
 
-// Strategy "fused": persistent blocks read x and grad_output once and keep the weight gradients in registers. Needs
-// room for 2 accumulators an element beside the row: up to 16 elements a thread.
-template <typename scalar_t, typename Plan>
-constexpr bool fused_backward_fits() {
-  return sizeof(scalar_t) < 8 && Plan::kVecs * Plan::kVec <= (Plan::kVec == 1 ? 9 : 16);
-}
-
-// 512 threads an SM: up to 128 registers each. Fewer threads with more in flight each beat more threads.
+// Turns of rows in flight or in use. More gained nothing once the ring lay right in shared memory.
 template <typename Plan>
-constexpr int kFusedBlocksPerSm = round_up_to(512 / kBackwardThreads<Plan>, 1);
-
-// Rows in flight a row group. More is not better: with 5 (160 KB an SM) rows of 4 KB and more fell to 0.71-0.74 of the
-// two-read-one-write pass (bf16, N = 2048 to 8192) from 0.84-0.88 with 4; with 3, N = 2048 fell to 0.75; with 2, N =
-// 4096 and 8192 to 0.80. It is the memory system, not the waiting: without the exchange between warps nothing changed.
-template <typename Plan>
-constexpr int kFusedDepth = Plan::kVecs > 2 ? 3 : 4;
+constexpr int kFusedDepth = Plan::kOneBehind ? 4 : 3;
 
 // Strategy "split": blocks of rows write grad_input while blocks of columns sum the weight gradients, in one launch.
 // Reads x and grad_output twice, so it is for what the fused strategy cannot hold, and for problems that live in the
@@ -131,10 +129,12 @@ constexpr int kFusedDepth = Plan::kVecs > 2 ? 3 : 4;
 constexpr int64_t kSplitMaxElements = 1 << 20;
 constexpr int64_t kSplitMaxRows = 1024;
 
-// As for forward: 80 registers a thread, 64 for blocks of 512.
 template <typename Plan>
-constexpr int kSplitBlocksPerSm =
-    Plan::kThreads >= 512 ? (Plan::kVecs > 8 ? 512 : 1024) / Plan::kThreads : 768 / kBackwardThreads<Plan>;
+constexpr int kSplitThreads = round_up_to(Plan::kThreads, 256);
+
+// As for forward: 80 registers a thread, 128 where a thread holds more than two vectors of x and grad_output.
+template <typename Plan>
+constexpr int kSplitBlocksPerSm = (Plan::kVecs > 2 ? 512 : 768) / kSplitThreads<Plan>;
 
 // Columns of a block in the split strategy: 8 lanes of 16 bytes are one 128-byte line; more lanes where rows are few.
 template <int vec>

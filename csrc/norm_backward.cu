@@ -51,18 +51,25 @@ struct RowStats {
   __device__ T x_hat(T x) const { return fma(sub(x, mean), rstd, shift); }
 };
 
+// Of the first `count` elements of a vector; the others are 0.
 template <typename weight_t, int kVec, typename T>
-__device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwardParams& params, int vec) {
-  if (params.weight) {
-    const weight_t* weight = static_cast<const weight_t*>(params.weight) + static_cast<int64_t>(vec) * kVec;
-    unpack(load_vec<weight_t, kVec>(weight), values);
-    if (params.weight_offset != 0) {
+__device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwardParams& params, int64_t col,
+                                            int count) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] += static_cast<T>(params.weight_offset);
-    }
+  for (int i = 0; i < kVec; ++i) values[i] = i < count;
+  if (!params.weight || count <= 0) return;
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + col;
+  if (count >= kVec) {
+    unpack(load_vec<weight_t, kVec>(weight), values);
   } else {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = 1;
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) values[i] = static_cast<T>(widen(__ldg(weight + i)));
+  }
+  if (params.weight_offset != 0) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) values[i] += static_cast<T>(params.weight_offset);
   }
 }
 
@@ -80,30 +87,29 @@ __device__ __forceinline__ void add_to_sums(Pair<T>& sums, const RowStats<T>& st
 
 // grad_input = (wdy + (x-mean)*slope + level)*rstd: the formula above with what is one number a row taken together.
 // wdy is rounded as in the sums, so that it cancels against c2 to exactly 0 where it must (hidden_size 1).
-template <typename scalar_t, int kVec, typename T>
-__device__ __forceinline__ void store_grad_input(scalar_t* target, const RowStats<T>& stats, Pair<T> means,
-                                                 const T (&x)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
+template <int kVec, typename T>
+__device__ __forceinline__ void grad_input_of(T (&values)[kVec], const RowStats<T>& stats, Pair<T> means,
+                                              const T (&x)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
   const T slope = mul(-stats.rstd, means.first);
   const T level = fma(-stats.shift, means.first, -means.second);
-  T values[kVec];
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
     values[i] = mul(add(mul(grad[i], weight[i]), fma(sub(x[i], stats.mean), slope, level)), stats.rstd);
-  store_vec(target, values);
 }
 
 // (c1, c2) from the sums.
-template <typename Row, typename T>
-__device__ __forceinline__ Pair<T> row_means(Pair<T> sums, const NormBackwardParams& params, T inverse_n,
-                                             Pair<T>* scratch, int cluster = 1) {
-  sums = cluster > 1 ? cluster_row_sum<Row>(sums, scratch, cluster) : row_sum<Row>(sums, scratch);
+template <typename T>
+__device__ __forceinline__ Pair<T> row_means(Pair<T> sums, const NormBackwardParams& params, T inverse_n) {
   return {mul(sums.first, inverse_n), params.is_rms_norm ? T(0) : mul(sums.second, inverse_n)};
 }
 
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
+  bool x_aligned, grad_aligned;  // rows begin at multiples of 16 bytes and are made of whole vectors
+  bool aligned;                  // both
   bool fused;
   int cluster;         // fused: blocks that share a row
+  int depth;           // fused: stages of the ring of rows in flight
   int blocks;          // fused: persistent blocks; split: blocks of columns in all
   int64_t row_blocks;  // split: blocks of rows
   int column_lanes;    // split: threads side by side along a row, in a block of columns
@@ -111,288 +117,482 @@ struct BackwardLaunch {
   int partials;        // partial sums of the weight gradients to be finalized; 0: written directly
 };
 
-// Rows of x and grad_output on their way from memory to the threads of a persistent block, kDepth turns ahead of their
-// use: a ring of stages in shared memory for each row of the block. From sm_90 on the copy engine fills a stage at one
-// thread's request; else, and where rows are misaligned, each thread brings just the vectors that it will read itself.
-template <typename scalar_t, typename Plan>
-struct RowQueue {
-  static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads;
-  static constexpr bool kInRegisters = false;
-  static constexpr int kDepth = kFusedDepth<Plan>;
-  static constexpr int kRows = kBackwardThreads<Plan> / kThreads;
-  static constexpr int kStage = 2 * kThreads * kVecs;
-  static constexpr int kBytes = kRows * kDepth * kStage * 16;  // of dynamic shared memory
-  using Vecs = RawVec<scalar_t, kVec>[kVecs];
-  struct Shared {
-    uint64_t arrived[kRows][kDepth];
+// ---- fused ---------------------------------------------------------------------------------------------------------
+
+// The part of each row that a persistent block works on: all of it, or a slice where a cluster shares the row.
+struct Slice {
+  int blocks, rank;             // of the cluster
+  int64_t first_col;            // a multiple of the vector
+  int elements;                 // may be 0 in the last blocks
+  int64_t first_row, row_step;  // of the block's first row; its other rows follow it
+
+  template <typename Plan>
+  __device__ static Slice of(const NormBackwardParams& params) {
+    Slice slice;
+    slice.blocks = Plan::kClusters ? cluster_size() : 1;
+    slice.rank = Plan::kClusters ? cluster_rank() : 0;
+    const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
+    const int64_t most = (vecs + slice.blocks - 1) / slice.blocks * Plan::kVec;
+    slice.first_col = slice.rank * most;
+    slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
+    slice.first_row = static_cast<int64_t>(blockIdx.x / slice.blocks) * Plan::kRows;
+    slice.row_step = static_cast<int64_t>(gridDim.x / slice.blocks) * Plan::kRows;
+    return slice;
+  }
+};
+
+// Rows of x and grad_output on their way from memory to the threads of a persistent block, some turns ahead of their
+// use: a ring of stages in shared memory, each with one turn's rows of both. From sm_90 on a warp of its own asks the
+// copy engine for them, as the aligned 16 bytes that cover a row wherever it lies; else each thread brings just the
+// vectors that it will read.
+//
+// A row keeps its address's place within 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu:
+// 673 MB for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
+//
+// kAligned: rows of x and grad_output begin at multiples of 16 bytes and are made of whole vectors.
+template <typename scalar_t, typename Plan, bool kAligned>
+struct RowRing {
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kBulk = true;
+#else
+  static constexpr bool kBulk = false;
+#endif
+  static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
+  static constexpr int kPitch = kThreads * kVecs * 16 + 128;  // bytes of a row, its place and an overhang included
+  static constexpr int kTensor = kRows * kPitch;
+  static constexpr int kStageBytes = 2 * kTensor;
+  static constexpr int kMaxDepth = 4;
+  struct Barriers {
+    uint64_t full[kMaxDepth], empty[kMaxDepth];
   };
 
-  // The two threads of a row that ask the copy engine, of different warps where there are two: the other warps wait for
-  // them at the next exchange of sums, so what they do between has to be short.
-  static constexpr int kAsksForGrad = kThreads > 32 ? kThreads / 2 : 0;
+  // Of one tensor: of addresses and strides (in bytes) only the last bits, which say how a row lies in its stage.
+  struct Rows {
+    unsigned start, stride;
+    bool even;   // all rows equally far apart
+    bool dense;  // a turn's rows are one run of memory
 
-  uint4* ring;
-  unsigned arrived;                    // shared address of the first stage's barrier
-  const scalar_t *x_next, *grad_next;  // for the copy engine: the row to be fetched next
-  int64_t slice_col, row_step;
-  int rank, vec_count, stage = 0;
-  unsigned parity = 1;  // the first kDepth fetches go once round the ring and turn it to 0
-  bool x_aligned, grad_aligned, bulk = false;
+    __device__ Rows(const NormBackwardParams& params, const void* data, const RowStrides& strides, const Slice& slice)
+        : start(static_cast<unsigned>(reinterpret_cast<uintptr_t>(data) + slice.first_col * sizeof(scalar_t))),
+          stride(static_cast<unsigned>(strides.row_stride * sizeof(scalar_t))),
+          even(strides.is_even(params.rows)),
+          dense(even && slice.blocks == 1 && strides.row_stride == params.hidden_size) {}
 
-  // To be constructed by all threads of the block together. Rows come in steps of row_step from first_row on.
-  __device__ RowQueue(uint4* memory, Shared& shared, const NormBackwardParams& params, int group, int rank,
-                      int64_t slice_col, int vec_count, int64_t first_row, int64_t row_step, bool x_aligned,
-                      bool grad_aligned)
-      : ring(memory + group * kDepth * kStage),
-        arrived(shared_address(shared.arrived[group])),
-        slice_col(slice_col),
-        row_step(row_step),
-        rank(rank),
-        vec_count(vec_count),
-        x_aligned(x_aligned),
-        grad_aligned(grad_aligned) {
-#if __CUDA_ARCH__ >= 900
-    bulk = x_aligned && grad_aligned && params.x_strides.is_even(params.rows) &&
-           params.grad_output_strides.is_even(params.rows);
-    x_next = static_cast<const scalar_t*>(params.x) + first_row * params.x_strides.row_stride + slice_col;
-    grad_next = static_cast<const scalar_t*>(params.grad_output) + first_row * params.grad_output_strides.row_stride +
-                slice_col;
-    if (rank == 0) {
-      for (int i = 0; i < kDepth; ++i) init_barrier(arrived + 8 * i, 2);
+    // Where the `group`-th row of a turn lies in its half of a stage, in bytes.
+    __device__ unsigned place(const RowStrides& strides, int64_t turn_row, int group) const {
+      if (dense) return (start + static_cast<unsigned>(turn_row) * stride) % 128 + group * stride;
+      const unsigned offset = even ? static_cast<unsigned>(turn_row + group) * stride
+                                   : static_cast<unsigned>(strides.offset(turn_row + group) * sizeof(scalar_t));
+      return (start + offset) % 128 + group * kPitch;
+    }
+  };
+
+  char* memory;
+  unsigned full, empty;  // shared addresses of the first stage's barriers
+  Rows x, grad;
+  int depth, elements, stage = 0;
+  unsigned parity = 0;
+
+  // To be constructed by all threads of the block together.
+  __device__ RowRing(void* memory, Barriers& barriers, const NormBackwardParams& params, const Slice& slice, int depth)
+      : memory(static_cast<char*>(memory)),
+        full(shared_address(barriers.full)),
+        empty(shared_address(barriers.empty)),
+        x(params, params.x, params.x_strides, slice),
+        grad(params, params.grad_output, params.grad_output_strides, slice),
+        depth(depth),
+        elements(slice.elements) {
+    if (kBulk && threadIdx.x == 0) {
+      for (int i = 0; i < kMaxDepth; ++i) {
+        init_barrier(full + 8 * i, 1);
+        init_barrier(empty + 8 * i, kThreads * kRows / 32);
+      }
       fence_barrier_init();
     }
-    __syncthreads();
-#endif
   }
 
-  __device__ uint4* slot(int tensor, int vec) { return ring + stage * kStage + tensor * kThreads * kVecs + vec; }
-
-  __device__ void send(int tensor, const scalar_t* row, bool aligned) {
-#pragma unroll 1
-    for (int vec = rank; vec < vec_count; vec += kThreads) {
-      const scalar_t* source = row + static_cast<int64_t>(vec) * kVec;
-      if (aligned) {
-        copy_async(slot(tensor, vec), source);
-      } else {
-        *slot(tensor, vec) = load_vec_unaligned<scalar_t, kVec>(source).words[0];
-      }
-    }
-  }
-
-  // Sends for row `row`, the next in turn, into the current stage, which all threads of the row have read.
-  __device__ void fetch(const NormBackwardParams& params, int64_t row) {
-#if __CUDA_ARCH__ >= 900
-    if (bulk) {
-      if (row < params.rows) {
-        if (rank == 0) ask(x_next, 0);
-        if (rank == kAsksForGrad) ask(grad_next, 1);
-      }
-      x_next += row_step * params.x_strides.row_stride;
-      grad_next += row_step * params.grad_output_strides.row_stride;
-      return;
-    }
-#endif
-    if (row < params.rows) {
-      send(0, static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col, x_aligned);
-      send(1, static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + slice_col,
-           grad_aligned);
-    }
-    commit_copies();  // an empty group where there is no row, as take() counts groups
-  }
-#if __CUDA_ARCH__ >= 900
-  __device__ void ask(const scalar_t* row, int tensor) {
-    const unsigned bytes = static_cast<unsigned>(vec_count) * 16;
-    expect_bytes(arrived + 8 * stage, bytes);
-    if (bytes > 0) copy_bulk(shared_address(slot(tensor, 0)), row, bytes, arrived + 8 * stage);
-  }
-#endif
+  __device__ char* half(int of_stage, int tensor) { return memory + (2 * of_stage + tensor) * kTensor; }
   __device__ void next_stage() {
-    if (++stage == kDepth) {
+    if (++stage == depth) {
       stage = 0;
       parity ^= 1;
     }
   }
-  // The row of the current stage.
-  __device__ void take(Vecs& x, Vecs& grad) {
-#if __CUDA_ARCH__ >= 900
-    if (bulk) wait_barrier(arrived + 8 * stage, parity);
-#endif
-    if (!bulk) wait_for_copies<kDepth - 1>();
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      x[v] = grad[v] = zero_vec<scalar_t, kVec>();
-      if (v * kThreads + rank >= vec_count) continue;
-      x[v].words[0] = *slot(0, v * kThreads + rank);
-      grad[v].words[0] = *slot(1, v * kThreads + rank);
-    }
-  }
-};
 
-// The same for single elements, which neither way can copy: one row ahead, in registers. (The copy engine can bring the
-// aligned window around such a row; tried, and slower: 501 us against 407 at N = 769, as picking single elements out of
-// shared memory costs more instructions than it saves waiting.)
-template <typename scalar_t, int threads, int vecs, bool clusters>
-struct RowQueue<scalar_t, RowPlan<threads, vecs, 1, clusters>> {
-  static constexpr bool kInRegisters = true;
-  static constexpr int kDepth = 1;
-  static constexpr int kBytes = 0;
-  using Vecs = RawVec<scalar_t, 1>[vecs];
-  struct Shared {};
-
-  int64_t slice_col;
-  int rank, vec_count;
-  Vecs x_next, grad_next;
-
-  __device__ RowQueue(uint4*, Shared&, const NormBackwardParams&, int, int rank, int64_t slice_col, int vec_count,
-                      int64_t, int64_t, bool, bool)
-      : slice_col(slice_col), rank(rank), vec_count(vec_count) {}
-
-  __device__ void fetch(const NormBackwardParams& params, int64_t row) {
-    if (row >= params.rows) return;
-    const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
-    const scalar_t* grad =
-        static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + slice_col;
-    load_tile<scalar_t, threads>(x_next, x, 0, vec_count, rank, true);
-    load_tile<scalar_t, threads>(grad_next, grad, 0, vec_count, rank, true);
-  }
-  __device__ void next_stage() {}
-  __device__ void take(Vecs& x, Vecs& grad) {
-#pragma unroll
-    for (int v = 0; v < vecs; ++v) {
-      x[v] = x_next[v];
-      grad[v] = grad_next[v];
-    }
-  }
-};
-
-// ---- fused ---------------------------------------------------------------------------------------------------------
-
-template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(kBackwardThreads<Plan>, kFusedBlocksPerSm<Plan>)
-    norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
-                               bool x_aligned, bool grad_aligned) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
-  constexpr int kRows = kBackwardThreads<Plan> / kThreads;
-  using Row = RowThreads<kThreads, kRows>;
-  constexpr int kColumns = kThreads * kVecs * kVec;
-  __shared__ Pair<acc_t> scratch[2][(Plan::kClusters ? kMaxCluster : kRows) * Row::kWarps];
-  __shared__ acc_t merged[kRows > 1 ? 2 * kColumns : 1];
-
-  // Which rows, and which slice of them: the blocks of a cluster share a row
-  const int blocks = Plan::kClusters ? cluster_size() : 1;
-  const int64_t row_step = static_cast<int64_t>(gridDim.x / blocks) * kRows;
-  const int rank = Row::rank();
-  const int row_vecs = static_cast<int>(params.hidden_size / kVec);
-  const int slice_vecs = (row_vecs + blocks - 1) / blocks;
-  const int slice_first = blocks > 1 ? cluster_rank() * slice_vecs : 0;
-  const int vec_count = max(min(slice_vecs, row_vecs - slice_first), 0);
-  const int64_t slice_col = static_cast<int64_t>(slice_first) * kVec;
-
-  acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
-#pragma unroll
-  for (int v = 0; v < kVecs; ++v) {
-    const int vec = v * kThreads + rank;
-    if (vec < vec_count) load_weight<weight_t>(weight[v], params, slice_first + vec);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      if (vec >= vec_count) weight[v][i] = 0;
-      grad_weight[v][i] = grad_bias[v][i] = 0;
+  // The whole task of the warp that asks: stage after stage, as the readers are done with what was there. Each lane has
+  // its copies to ask for: one lane alone would take longer to work out the addresses of short rows than they to come.
+  __device__ void ask_for_all(const NormBackwardParams& params, const Slice& slice) {
+    if constexpr (kBulk) {
+      const int lane = threadIdx.x % 32;
+      const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(sizeof(scalar_t));
+      // Lanes of even number for x, of odd number for grad_output
+      const Rows& rows = lane % 2 == 0 ? x : grad;
+      const RowStrides& strides = lane % 2 == 0 ? params.x_strides : params.grad_output_strides;
+      const char* data = static_cast<const char*>(lane % 2 == 0 ? params.x : params.grad_output) +
+                         slice.first_col * static_cast<int64_t>(sizeof(scalar_t));
+      for (int64_t row = slice.first_row; row < params.rows; row += slice.row_step) {
+        const int count = static_cast<int>(min(static_cast<int64_t>(kRows), params.rows - row));
+        const int copies = rows.dense ? min(row_bytes, 1u) : row_bytes > 0 ? count : 0;
+        const unsigned bytes = rows.dense ? count * row_bytes : row_bytes;
+        const auto source_of = [&](int group) { return data + strides.offset(row + group) * sizeof(scalar_t); };
+        const auto past_of = [&](const char* source) {
+          return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
+        };
+        unsigned total = 2 * count * row_bytes;
+        if constexpr (!kAligned) {
+          total = 0;
+          for (int group = lane / 2; group < copies; group += 16) total += (past_of(source_of(group)) + bytes + 15) / 16 * 16;
+          total = __reduce_add_sync(0xffffffffu, total);
+        }
+        wait_barrier(empty + 8 * stage, parity ^ 1);
+        if (lane == 0) expect_bytes(full + 8 * stage, total);
+        __syncwarp();
+        for (int group = lane / 2; group < copies; group += 16) {
+          const char* source = source_of(group);
+          const unsigned past = past_of(source);
+          copy_bulk(shared_address(half(stage, lane % 2) + rows.place(strides, row, group)) - past, source - past,
+                    (past + bytes + 15) / 16 * 16, full + 8 * stage);
+        }
+        next_stage();
+      }
+      __syncwarp();
     }
   }
 
-  extern __shared__ uint4 queue_memory[];
-  using Queue = RowQueue<scalar_t, Plan>;
-  __shared__ typename Queue::Shared queue_shared;
-  int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
-  Queue queue(queue_memory, queue_shared, params, Row::group(), rank, slice_col, vec_count, row, row_step, x_aligned,
-              grad_aligned);
-  if (blocks > 1) cluster_sync();
-  for (int ahead = 0; ahead < Queue::kDepth; ++ahead) {
-    queue.fetch(params, row + ahead * row_step);
-    queue.next_stage();
-  }
-  SavedStats<acc_t> stats_next{};
-  if (row < params.rows) stats_next = load_stats<acc_t>(params, row);
-  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + slice_col + rank * kVec;
-
+  // Each thread brings its own vectors of row `row` into stage `into`; a group of copies even where there is no such
+  // row, as wait_full() counts groups. Nothing to do where the copy engine works.
+  __device__ void bring(const NormBackwardParams& params, int64_t first_col, int64_t row, int group, int rank,
+                        int into) {
+    if constexpr (kBulk) return;
+    if (row < params.rows) {
+#pragma unroll
+      for (int tensor = 0; tensor < 2; ++tensor) {
+        const scalar_t* source =
+            static_cast<const scalar_t*>(tensor == 0 ? params.x : params.grad_output) +
+            (tensor == 0 ? params.x_strides : params.grad_output_strides).offset(row) + first_col;
+        uint4* target = reinterpret_cast<uint4*>(half(into, tensor) + group * kPitch);
 #pragma unroll 1
-  for (int turn = 0; row < params.rows; row += row_step, turn ^= 1) {
-    // Load
-    RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
-    queue.take(x_raw, grad_raw);
-    if constexpr (Queue::kInRegisters) queue.fetch(params, row + row_step);
-    const RowStats<acc_t> stats(stats_next);
-    if (row + row_step < params.rows) stats_next = load_stats<acc_t>(params, row + row_step);
-
-    // Sums along the row, and this row's part of the sums along the columns
-    Pair<acc_t> sums{0, 0};
-    acc_t x[kVec], grad[kVec];
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      unpack(x_raw[v], x);
-      unpack(grad_raw[v], grad);
-      add_to_sums(sums, stats, x, grad, weight[v]);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        grad_weight[v][i] = fma(grad[i], stats.x_hat(x[i]), grad_weight[v][i]);
-        grad_bias[v][i] += grad[i];
+        for (int vec = rank; vec * kVec < elements; vec += kThreads) {
+          if (kAligned) {
+            copy_async(target + vec, source + vec * kVec);
+          } else {
+            target[vec] =
+                load_vec_anywhere<scalar_t, kVec>(source + vec * kVec, min(elements - vec * kVec, kVec)).words[0];
+          }
+        }
       }
     }
-    const Pair<acc_t> means = row_means<Row>(sums, params, inverse_n, scratch[turn], blocks);
-
-    // All threads of the row have read this stage: each has come through the exchange of the sums
-    if constexpr (!Queue::kInRegisters) queue.fetch(params, row + Queue::kDepth * row_step);
-    queue.next_stage();
-
-    // Store
-    forget(x_raw);
-    forget(grad_raw);
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      if (v * kThreads + rank >= vec_count) continue;
-      unpack(x_raw[v], x);
-      unpack(grad_raw[v], grad);
-      store_grad_input(grad_input + v * kThreads * kVec, stats, means, x, grad, weight[v]);
-    }
-    grad_input += row_step * params.hidden_size;
+    commit_copies();
+  }
+  __device__ void bring_first(const NormBackwardParams& params, const Slice& slice, int group, int rank) {
+    for (int ahead = 0; ahead < depth && !kBulk; ++ahead)
+      bring(params, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
   }
 
-  if (!params.workspace) return;  // no weight gradients wanted
-  // The rows of this block, or cluster, become one partial sum: [grad_weight, grad_bias] of hidden_size each
-  acc_t* partial = static_cast<acc_t*>(params.workspace) +
-                   static_cast<int64_t>(blockIdx.x / blocks) * 2 * params.hidden_size + slice_col;
-  const bool last_adder = Row::group() == kRows - 1;
-  for (int group = 0; group < kRows; ++group) {
-    if (group == Row::group()) {
+  // Returns when the current stage has arrived.
+  __device__ void wait_full() {
+    if constexpr (kBulk) return wait_barrier(full + 8 * stage, parity);
+    switch (depth - Plan::kOneBehind) {
+      case 1: return wait_for_copies<0>();
+      case 2: return wait_for_copies<1>();
+      case 3: return wait_for_copies<2>();
+      default: return wait_for_copies<3>();
+    }
+  }
+
+  // A row in its stage: bytes from the ring's start.
+  struct Place {
+    unsigned x, grad;
+  };
+  __device__ Place place(const NormBackwardParams& params, int64_t row, int group) const {
+    const unsigned at = 2 * stage * kTensor;
+    if constexpr (kBulk)
+      return {at + x.place(params.x_strides, row - group, group),
+              at + kTensor + grad.place(params.grad_output_strides, row - group, group)};
+    return {at + group * kPitch, at + kTensor + group * kPitch};
+  }
+  // Vector `vec` of a row that lies at `at`.
+  __device__ RawVec<scalar_t, kVec> vec(unsigned at, int vec) const {
+    const uint4* first = reinterpret_cast<const uint4*>(memory + at / 16 * 16);
+    RawVec<scalar_t, kVec> raw;
+    raw.words[0] = first[vec];
+    if (!kAligned && at % 16 > 0) raw.words[0] = window(raw.words[0], first[vec + 1], at % 16);
+    return raw;
+  }
+  // Gives stage `read` free: this warp has read all it needs of it. `next` is the row that comes there.
+  __device__ void release(const NormBackwardParams& params, int64_t first_col, int read, int64_t next, int group,
+                          int rank) {
+    if constexpr (kBulk) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive_barrier(empty + 8 * read);
+    } else {
+      bring(params, first_col, next, group, rank, read);
+    }
+  }
+};
+
+// The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
+// for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
+// can share row j only when all have shared row j - 2, and so have collected row j - 4.
+template <typename Plan, typename T>
+struct SumExchange {
+  static constexpr int kWarps = Plan::kThreads / 32, kRows = Plan::kRows, kSlots = 4;
+  static constexpr int kCluster = Plan::kMaxCluster;
+  struct Needed {
+    Pair<T> sums[kRows][kSlots][kCluster * kWarps];
+    uint64_t ready[kRows][kSlots];
+  };
+  struct Nothing {};
+  using Shared = std::conditional_t<Plan::kOneBehind, Needed, Nothing>;
+
+  Pair<T>* sums;
+  unsigned ready;
+  int blocks, rank;
+
+  // To be constructed by all threads of the block together; ready to use after the next barrier of block or cluster.
+  __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks), rank(slice.rank) {
+    if constexpr (Plan::kOneBehind) {
+      sums = shared.sums[group][0];
+      ready = shared_address(shared.ready[group]);
+      if (threadIdx.x == 0) {
+        for (int i = 0; i < kRows * kSlots; ++i)
+          init_barrier(shared_address(shared.ready[0]) + 8 * i, blocks > 1 ? 1 : kWarps);
+        fence_barrier_init();
+      }
+    }
+  }
+
+  using Row = RowThreads<Plan::kThreads, kRows>;
+
+  // Of the block's `turn`-th row.
+  __device__ void share(int turn, Pair<T> value) {
+    const int lane = threadIdx.x % 32, warp = Row::warp(), slot = turn % kSlots;
+    Pair<T>* target = sums + slot * kCluster * kWarps + rank * kWarps + warp;
+    const T half = lanes_half_sum<Row, 32>(value);
+    if (Plan::kClusters && blocks > 1) {
+      const T other = __shfl_xor_sync(0xffffffffu, half, 16);
+      if (Row::rank() == 0) expect_bytes(ready + 8 * slot, blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
+      const Pair<T> both{lane < 16 ? half : other, lane < 16 ? other : half};
+      if (lane < blocks) send_to_peer(target, ready + 8 * slot, lane, both);
+    } else {
+      if (lane % 16 == 0) reinterpret_cast<T*>(target)[lane / 16] = half;
+      __syncwarp();
+      if (lane == 0) arrive_barrier(ready + 8 * slot);
+    }
+  }
+  __device__ Pair<T> collect(int turn) {
+    const int slot = turn % kSlots;
+    wait_barrier(ready + 8 * slot, turn / kSlots % 2);
+    const Pair<T>* shared = sums + slot * kCluster * kWarps;
+    if (!Plan::kClusters || blocks == 1) return sum_of_warps<kWarps>(shared);
+    Pair<T> sum{0, 0};
+    for (int index = threadIdx.x % 32; index < blocks * kWarps; index += 32) {
+      sum.first += shared[index].first;
+      sum.second += shared[index].second;
+    }
+    return {Row::template lanes_sum<32>(sum.first), Row::template lanes_sum<32>(sum.second)};
+  }
+};
+
+template <typename scalar_t, typename weight_t, typename Plan, bool kAligned>
+__global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
+    norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
+                               int depth) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
+  using Row = RowThreads<kThreads, kRows>;
+  using Ring = RowRing<scalar_t, Plan, kAligned>;
+  using Exchange = SumExchange<Plan, acc_t>;
+  extern __shared__ __align__(128) uint4 ring_memory[];
+  __shared__ typename Ring::Barriers ring_barriers;
+  // Sums of a row: within a warp, at once between the warps of a block, or one row behind
+  __shared__ Pair<acc_t> scratch[2][kRows * Row::kWarps];
+  __shared__ typename Exchange::Shared exchange_shared;
+
+  // Which rows, and which slice of them
+  const Slice slice = Slice::of<Plan>(params);
+  const int rank = Row::rank(), group = Row::group();
+  Ring ring(ring_memory, ring_barriers, params, slice, depth);
+  Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
+  if (slice.blocks > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  // Elements of the slice from this thread's first vector on; its others are kThreads vectors apart
+  const int elements_left = slice.elements - rank * kVec;
+  const auto elements_of = [&](int v) { return elements_left - v * kThreads * kVec; };
+  acc_t grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
+  if (threadIdx.x >= kThreads * kRows) {
+    ring.ask_for_all(params, slice);
+  } else {
+    acc_t weight[kVecs][kVec];
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      load_weight<weight_t>(weight[v], params, slice.first_col + (v * kThreads + rank) * kVec, elements_of(v));
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
+    }
+    ring.bring_first(params, slice, group, rank);
+    int64_t row = slice.first_row + group;
+    SavedStats<acc_t> stats_next{};
+    if (row < params.rows) stats_next = load_stats<acc_t>(params, row);
+    scalar_t* grad_input =
+        static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + slice.first_col + rank * kVec;
+
+    // This row's statistics, and those of the next on their way. A row ahead is enough, and better than more: the block
+    // that is furthest ahead waits for memory here while the others find the same line in the cache, which keeps the
+    // blocks together (H200: with statistics from the ring or 32 rows ahead, some SMs were done 30 to 70 us before the
+    // last, of 200).
+    const auto next_stats = [&] {
+      const RowStats<acc_t> stats(stats_next);
+      if (row + slice.row_step < params.rows) stats_next = load_stats<acc_t>(params, row + slice.row_step);
+      return stats;
+    };
+    // Sums along the row, and this row's part of the sums along the columns
+    const auto add_up = [&](const RowStats<acc_t>& stats, auto x_vec, auto grad_vec) {
+      Pair<acc_t> sums{0, 0};
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        const int vec = v * kThreads + rank;
-        if (vec >= vec_count) continue;
-        acc_t* sums_here = merged + vec * kVec;
-        if constexpr (kRows > 1) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            if (group > 0) {
-              grad_weight[v][i] += sums_here[i];
-              grad_bias[v][i] += sums_here[kColumns + i];
-            }
-            if (!last_adder) {
-              sums_here[i] = grad_weight[v][i];
-              sums_here[kColumns + i] = grad_bias[v][i];
-            }
-          }
+        if (elements_of(v) <= 0) continue;
+        RawVec<scalar_t, kVec> x_raw = x_vec(v), grad_raw = grad_vec(v);
+        if (!kAligned && elements_of(v) < kVec) {
+          zero_from(x_raw, elements_of(v));
+          zero_from(grad_raw, elements_of(v));
         }
-        if (last_adder) {
+        acc_t x[kVec], grad[kVec];
+        unpack(x_raw, x);
+        unpack(grad_raw, grad);
+        add_to_sums(sums, stats, x, grad, weight[v]);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            partial[vec * kVec + i] = grad_weight[v][i];
-            partial[params.hidden_size + vec * kVec + i] = grad_bias[v][i];
+        for (int i = 0; i < kVec; ++i) {
+          grad_weight[v][i] = fma(grad[i], stats.x_hat(x[i]), grad_weight[v][i]);
+          grad_bias[v][i] += grad[i];
+        }
+      }
+      return sums;
+    };
+    const auto store = [&](const RowStats<acc_t>& stats, Pair<acc_t> sums, auto x_vec, auto grad_vec) {
+      const Pair<acc_t> means = row_means(sums, params, inverse_n);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        if (kAligned && elements_of(v) <= 0) continue;
+        acc_t x[kVec], grad[kVec], values[kVec];
+        unpack(x_vec(v), x);
+        unpack(grad_vec(v), grad);
+        grad_input_of(values, stats, means, x, grad, weight[v]);
+        if constexpr (kAligned) {
+          store_vec(grad_input + v * kThreads * kVec, values);
+        } else {
+          store_vec_anywhere<scalar_t, kVec, Row::kLanes>(grad_input + v * kThreads * kVec, values, elements_of(v),
+                                                          Row::lane_mask());
+        }
+      }
+      grad_input += slice.row_step * params.hidden_size;
+    };
+
+    if constexpr (!Plan::kOneBehind) {
+      // Load, sums, store: the row stays in registers
+#pragma unroll 1
+      for (int turn = 0; row < params.rows; row += slice.row_step, turn ^= 1) {
+        ring.wait_full();
+        RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
+        const auto place = ring.place(params, row, group);
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+          x_raw[v] = ring.vec(place.x, v * kThreads + rank);
+          grad_raw[v] = ring.vec(place.grad, v * kThreads + rank);
+        }
+        ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
+        ring.next_stage();
+        const RowStats<acc_t> stats = next_stats();
+        const Pair<acc_t> sums = row_sum<Row>(
+            add_up(stats, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; }), scratch[turn]);
+        forget(x_raw);
+        forget(grad_raw);
+        store(stats, sums, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; });
+      }
+    } else {
+      // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
+      // its stage again. Nothing of it stays in registers, so that a thread can hold more columns.
+      RowStats<acc_t> stats_behind({0, 0, 0});
+      typename Ring::Place place_behind{};
+      int turn = 0;
+      const auto finish = [&] {
+        store(
+            stats_behind, exchange.collect(turn - 1),
+            [&](int v) { return ring.vec(place_behind.x, v * kThreads + rank); },
+            [&](int v) { return ring.vec(place_behind.grad, v * kThreads + rank); });
+        ring.release(params, slice.first_col, ring.stage == 0 ? depth - 1 : ring.stage - 1,
+                     row + (depth - 1) * slice.row_step, group, rank);
+      };
+#pragma unroll 1
+      for (; row < params.rows; row += slice.row_step, ++turn) {
+        ring.wait_full();
+        const auto place = ring.place(params, row, group);
+        const RowStats<acc_t> stats = next_stats();
+        exchange.share(turn, add_up(
+                                 stats, [&](int v) { return ring.vec(place.x, v * kThreads + rank); },
+                                 [&](int v) { return ring.vec(place.grad, v * kThreads + rank); }));
+        if (turn > 0) finish();
+        stats_behind = stats;
+        place_behind = place;
+        ring.next_stage();
+      }
+      if (turn > 0) finish();
+    }
+  }
+  if (slice.blocks > 1) {
+    cluster_sync();  // no block leaves while others may write to it
+  } else {
+    __syncthreads();
+  }
+  if (!params.workspace) return;  // no weight gradients wanted
+
+  // The rows of this block, or cluster, become one partial sum, [grad_weight, grad_bias] of hidden_size each: over the
+  // rows of a warp by exchange, then row after row through the ring's memory
+  constexpr int kColumns = kThreads * kVecs * kVec;
+  constexpr int kAdders = kRows * Row::kLanes / 32 > 0 ? kRows * Row::kLanes / 32 : 1;
+  acc_t* merged = reinterpret_cast<acc_t*>(ring_memory);
+  acc_t* partial = static_cast<acc_t*>(params.workspace) +
+                   static_cast<int64_t>(blockIdx.x / slice.blocks) * 2 * params.hidden_size + slice.first_col;
+  const int adder = kThreads < 32 ? threadIdx.x / 32 : group;
+  if (kThreads < 32 && threadIdx.x < kThreads * kRows) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+#pragma unroll
+        for (int offset = kThreads; offset < 32; offset *= 2) {
+          grad_weight[v][i] += __shfl_xor_sync(0xffffffffu, grad_weight[v][i], offset);
+          grad_bias[v][i] += __shfl_xor_sync(0xffffffffu, grad_bias[v][i], offset);
+        }
+  }
+  const bool adds = threadIdx.x < kThreads * kRows && (kThreads >= 32 || threadIdx.x % 32 < kThreads);
+  for (int turn = 0; turn < kAdders; ++turn) {
+    if (adds && turn == adder) {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const int col = (v * kThreads + rank) * kVec;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (i >= elements_of(v)) continue;
+          if (turn > 0) {
+            grad_weight[v][i] += merged[col + i];
+            grad_bias[v][i] += merged[kColumns + col + i];
+          }
+          if (turn < kAdders - 1) {
+            merged[col + i] = grad_weight[v][i];
+            merged[kColumns + col + i] = grad_bias[v][i];
+          } else {
+            partial[col + i] = grad_weight[v][i];
+            partial[params.hidden_size + col + i] = grad_bias[v][i];
           }
         }
       }
     }
-    if constexpr (kRows > 1) __syncthreads();
+    if (turn < kAdders - 1) __syncthreads();
   }
 }
 
@@ -404,36 +604,40 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
                                                 acc_type<scalar_t> inverse_n, bool x_aligned, bool grad_aligned,
                                                 Pair<acc_type<scalar_t>>* scratch) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs;
-  using Row = RowThreads<kThreads, kBackwardThreads<Plan> / kThreads>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
+  using Row = RowThreads<kThreads, kSplitThreads<Plan> / kThreads>;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
   const scalar_t* grad_row = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
   const int rank = Row::rank();
-  const int vec_count = static_cast<int>(params.hidden_size / kVec);
-  const int last_tile = (vec_count - 1) / kTile * kTile;
+  const int last_tile = static_cast<int>(params.hidden_size - 1) / kTile * kTile;
+  const bool whole_vecs = params.hidden_size % kVec == 0;
   const RowStats<acc_t> stats(load_stats<acc_t>(params, row));
 
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
   const auto load = [&](int tile) {
-    load_tile<scalar_t, kThreads>(x_raw, x_row, tile, vec_count, rank, x_aligned);
-    load_tile<scalar_t, kThreads>(grad_raw, grad_row, tile, vec_count, rank, grad_aligned);
+    const int left = static_cast<int>(params.hidden_size) - tile;
+    load_tile<scalar_t, kThreads>(x_raw, x_row + tile, left, rank, x_aligned);
+    load_tile<scalar_t, kThreads>(grad_raw, grad_row + tile, left, rank, grad_aligned);
   };
   Pair<acc_t> sums{0, 0};
   acc_t x[kVec], grad[kVec], weight[kVec];
+  const auto load_weight_of = [&](int64_t col) {
+    load_weight<weight_t>(weight, params, col, static_cast<int>(min(params.hidden_size - col, int64_t{kVec})));
+  };
 #pragma unroll 1
   for (int tile = 0; tile <= last_tile; tile += kTile) {
     load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int vec = tile + v * kThreads + rank;
-      if (vec >= vec_count) continue;
+      const int64_t col = tile + (v * kThreads + rank) * kVec;
+      if (col >= params.hidden_size) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, vec);
+      load_weight_of(col);
       add_to_sums(sums, stats, x, grad, weight);
     }
   }
-  const Pair<acc_t> means = row_means<Row>(sums, params, inverse_n, scratch);
+  const Pair<acc_t> means = row_means(row_sum<Row>(sums, scratch), params, inverse_n);
 
   forget(x_raw);
   forget(grad_raw);
@@ -443,12 +647,20 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int vec = tile + v * kThreads + rank;
-      if (vec >= vec_count) continue;
+      const int64_t col = tile + (v * kThreads + rank) * kVec;
+      if (whole_vecs && col >= params.hidden_size) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, vec);
-      store_grad_input(grad_input + static_cast<int64_t>(vec) * kVec, stats, means, x, grad, weight);
+      load_weight_of(col);
+      acc_t values[kVec];
+      grad_input_of(values, stats, means, x, grad, weight);
+      if (whole_vecs) {
+        store_vec(grad_input + col, values);
+      } else {
+        store_vec_anywhere<scalar_t, kVec, Row::kLanes>(
+            grad_input + col, values, static_cast<int>(max(min(params.hidden_size - col, int64_t{kVec}), int64_t{0})),
+            Row::lane_mask());
+      }
     }
   }
 }
@@ -457,7 +669,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
 template <typename T>
 __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t index, T value) {
   const T values[1] = {value};
-  store_vec_as<1>(target, dtype, index, values);
+  store_vec_as<1>(target, dtype, index, values, 1, true);
 }
 
 // The weight gradients of `lanes` vectors of columns, over rows first_row, first_row + row_step, ... Threads lie
@@ -470,24 +682,24 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   const int row_lane = static_cast<int>(threadIdx.x) / lanes;
   const int row_lanes = kBlock / lanes;
-  const int64_t vec_count = params.hidden_size / kVec;
-  const int64_t vec = static_cast<int64_t>(tile) * lanes + lane;
+  const int64_t col = (static_cast<int64_t>(tile) * lanes + lane) * kVec;
+  const int count = static_cast<int>(max(min(params.hidden_size - col, int64_t{kVec}), int64_t{0}));
   const int64_t rows_per_split = (params.rows + splits - 1) / splits;
   const int64_t first_row = split * rows_per_split;
   const int64_t end_row = min(first_row + rows_per_split, params.rows);
 
   acc_t grad_weight[kVec] = {}, grad_bias[kVec] = {};
-  if (vec < vec_count) {
-    const scalar_t* x_column = static_cast<const scalar_t*>(params.x) + vec * kVec;
-    const scalar_t* grad_column = static_cast<const scalar_t*>(params.grad_output) + vec * kVec;
+  if (count > 0) {
+    const scalar_t* x_column = static_cast<const scalar_t*>(params.x) + col;
+    const scalar_t* grad_column = static_cast<const scalar_t*>(params.grad_output) + col;
 #pragma unroll 4
     for (int64_t row = first_row + row_lane; row < end_row; row += row_lanes) {
       const scalar_t* x_at = x_column + params.x_strides.offset(row);
       const scalar_t* grad_at = grad_column + params.grad_output_strides.offset(row);
       const RowStats<acc_t> stats(load_stats<acc_t>(params, row));
       acc_t x[kVec], grad[kVec];
-      unpack(x_aligned ? load_vec<scalar_t, kVec>(x_at) : load_vec_unaligned<scalar_t, kVec>(x_at), x);
-      unpack(grad_aligned ? load_vec<scalar_t, kVec>(grad_at) : load_vec_unaligned<scalar_t, kVec>(grad_at), grad);
+      unpack(x_aligned ? load_vec<scalar_t, kVec>(x_at) : load_vec_anywhere<scalar_t, kVec>(x_at, count), x);
+      unpack(grad_aligned ? load_vec<scalar_t, kVec>(grad_at) : load_vec_anywhere<scalar_t, kVec>(grad_at, count), grad);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         grad_weight[i] = fma(grad[i], stats.x_hat(x[i]), grad_weight[i]);
@@ -523,11 +735,11 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
 }
 
 template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(kBackwardThreads<Plan>, kSplitBlocksPerSm<Plan>)
+__global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
     norm_backward_split_kernel(const __grid_constant__ NormBackwardParams params, const BackwardLaunch launch,
-                               acc_type<scalar_t> inverse_n, bool x_aligned, bool grad_aligned) {
+                               acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kBlock = kBackwardThreads<Plan>;
+  constexpr int kBlock = kSplitThreads<Plan>;
   constexpr int kRows = kBlock / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows>;
   __shared__ union {
@@ -541,11 +753,12 @@ __global__ void __launch_bounds__(kBackwardThreads<Plan>, kSplitBlocksPerSm<Plan
     const int splits = launch.blocks / launch.column_tiles;
     backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, blockIdx.x % launch.column_tiles,
                                                       blockIdx.x / launch.column_tiles, splits, launch.column_lanes,
-                                                      x_aligned, grad_aligned, scratch.columns);
+                                                      launch.x_aligned, launch.grad_aligned, scratch.columns);
   } else {
     const int64_t row = block * kRows + Row::group();
     if (row >= params.rows) return;
-    backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, x_aligned, grad_aligned, scratch.rows);
+    backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, launch.x_aligned, launch.grad_aligned,
+                                                scratch.rows);
   }
 }
 
@@ -577,69 +790,86 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// How many clusters of a fused kernel the current device runs at once; asked of the driver once a device and size.
-template <typename scalar_t, typename weight_t, typename Plan>
-cudaError_t resident_clusters(int cluster, int& clusters) {
+// How a fused kernel runs on the current device in clusters of `cluster`: as deep a ring as fits, up to the plan's, and
+// how many clusters at once. Asked of the driver once a device and size.
+struct Residence {
+  int depth = 0, clusters = 0;
+};
+
+template <typename scalar_t, typename weight_t, typename Plan, bool kAligned>
+cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Residence& residence) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices][kMaxCluster + 1];
+  static std::atomic<uint64_t> known[kDevices][kMaxCluster + 1];
   static OncePerDevice allowed;
-  constexpr int kBytes = RowQueue<scalar_t, Plan>::kBytes;
-  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan>;
-  int device = 0;
-  DeviceFacts facts;
-  cudaError_t error = device_facts(device, facts);
-  if (error == cudaSuccess) error = allowed.run(device, [&] { return allow_more(kernel, kBytes, facts.max_cluster); });
+  using Ring = RowRing<scalar_t, Plan, kAligned>;
+  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan, kAligned>;
+  const uint64_t before = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
+  if (before > 0) {
+    residence = {static_cast<int>(before >> 32), static_cast<int>(before & 0xffffffffu)};
+    return cudaSuccess;
+  }
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
-  clusters = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
-  if (clusters > 0) return cudaSuccess;
+  const int room = facts.shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
+  const int depth = std::min(kFusedDepth<Plan>, room / Ring::kStageBytes);
+  if (depth < 2 + Plan::kOneBehind) return cudaSuccess;
+  const int bytes = depth * Ring::kStageBytes;
+  error = allowed.run(device, [&] { return allow_more(kernel, bytes, Plan::kClusters ? facts.max_cluster : 1); });
+  if (error != cudaSuccess) return error;
+  int clusters = 0;
   if (cluster > 1) {
-    const ClusterLaunch one(cluster, kBackwardThreads<Plan>, kBytes, cluster);
+    const ClusterLaunch one(cluster, kFusedThreads<Plan>, bytes, cluster);
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
   } else {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kBackwardThreads<Plan>, kBytes);
-    clusters *= facts.multiprocessors;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kFusedThreads<Plan>, bytes);
+    clusters = std::min(clusters, Plan::kBlocksPerSm) * facts.multiprocessors;
   }
-  if (error == cudaSuccess && device < kDevices) known[device][cluster].store(clusters, std::memory_order_relaxed);
-  return error;
+  if (error != cudaSuccess) return error;
+  residence = {depth, clusters};
+  if (device < kDevices)
+    known[device][cluster].store(static_cast<uint64_t>(depth) << 32 | static_cast<uint32_t>(clusters),
+                                 std::memory_order_relaxed);
+  return cudaSuccess;
 }
 
 template <typename scalar_t, typename weight_t, typename Plan>
-cudaError_t plan_launch(const NormBackwardParams& params, BackwardLaunch& launch) {
-  constexpr int64_t kRows = kBackwardThreads<Plan> / Plan::kThreads;
-  const int64_t row_blocks = (params.rows + kRows - 1) / kRows;
-  const int64_t vec_count = params.hidden_size / Plan::kVec;
+cudaError_t plan_launch(const NormBackwardParams& params, int device, const DeviceFacts& facts,
+                        BackwardLaunch& launch) {
+  const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
   const bool wants_columns = params.grad_weight || params.grad_bias;
-  if constexpr (fused_backward_fits<scalar_t, Plan>()) {
+  if constexpr (sizeof(scalar_t) < 8) {
     // Rows longer than a block holds go to a cluster, whatever the number of rows: the sums of a row have one order
-    int device = 0;
-    DeviceFacts facts;
-    cudaError_t error = device_facts(device, facts);
-    if (error != cudaSuccess) return error;
     const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
     const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
     if (fits && params.grad_input && (cluster > 1 || (wants_columns && !small))) {
-      int clusters = 0;
-      error = resident_clusters<scalar_t, weight_t, Plan>(cluster, clusters);
+      Residence residence;
+      const auto residence_on_device = launch.aligned ? residence_of<scalar_t, weight_t, Plan, true>
+                                                      : residence_of<scalar_t, weight_t, Plan, false>;
+      const cudaError_t error = residence_on_device(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
-      if (clusters > 0) {
+      if (residence.clusters > 0) {
+        const int64_t turns = (params.rows + Plan::kRows - 1) / Plan::kRows;
+        const int running = static_cast<int>(std::min<int64_t>(turns, residence.clusters));
         launch.fused = true;
         launch.cluster = cluster;
-        const int running = static_cast<int>(std::min<int64_t>(row_blocks, clusters));
+        launch.depth = residence.depth;
         launch.blocks = running * cluster;
         launch.partials = wants_columns ? running : 0;
         return cudaSuccess;
       }
     }
   }
-  if (params.grad_input) launch.row_blocks = row_blocks;
+  constexpr int kRows = kSplitThreads<Plan> / Plan::kThreads;
+  if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
   if (wants_columns) {
-    launch.column_lanes = kBackwardThreads<Plan>;
-    while (launch.column_lanes > kColumnLanes<Plan::kVec> && kBackwardThreads<Plan> / launch.column_lanes < params.rows)
+    launch.column_lanes = kSplitThreads<Plan>;
+    while (launch.column_lanes > kColumnLanes<Plan::kVec> && kSplitThreads<Plan> / launch.column_lanes < params.rows)
       launch.column_lanes /= 2;
     launch.column_tiles = static_cast<int>((vec_count + launch.column_lanes - 1) / launch.column_lanes);
     const int64_t rows_at_least =
-        static_cast<int64_t>(kBackwardThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
+        static_cast<int64_t>(kSplitThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
     const int64_t splits =
         std::clamp<int64_t>(kColumnBlocks / launch.column_tiles, 1, (params.rows + rows_at_least - 1) / rows_at_least);
     launch.blocks = static_cast<int>(launch.column_tiles * splits);
@@ -650,12 +880,22 @@ cudaError_t plan_launch(const NormBackwardParams& params, BackwardLaunch& launch
 
 template <typename F>
 cudaError_t dispatch_backward(const NormBackwardParams& params, F&& f) {
+  int device = 0;
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(device, facts);
+  if (error != cudaSuccess) return error;
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
-    return dispatch_plan<scalar_t, BackwardLadder>(params.hidden_size, [&](auto plan) {
+    return dispatch_plan<BackwardLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
+      using Plan = decltype(plan);
+      const bool whole = params.hidden_size % Plan::kVec == 0;
       BackwardLaunch launch{};
-      const cudaError_t error = plan_launch<scalar_t, weight_t, decltype(plan)>(params, launch);
+      launch.x_aligned = whole && rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
+      launch.grad_aligned =
+          whole && rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
+      launch.aligned = launch.x_aligned && launch.grad_aligned;
+      const cudaError_t error = plan_launch<scalar_t, weight_t, decltype(plan)>(params, device, facts, launch);
       return error == cudaSuccess ? f(types, plan, launch) : error;
     });
   });
@@ -680,22 +920,20 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     using acc_t = acc_type<scalar_t>;
     using Plan = decltype(plan);
     const acc_t inverse_n = static_cast<acc_t>(1.0 / static_cast<double>(params.hidden_size));
-    const bool x_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
-    const bool grad_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
-    if constexpr (fused_backward_fits<scalar_t, Plan>()) {
+    if constexpr (sizeof(scalar_t) < 8) {
       if (launch.fused) {
-        const ClusterLaunch persistent(launch.blocks, kBackwardThreads<Plan>, RowQueue<scalar_t, Plan>::kBytes,
-                                       launch.cluster, stream);
-        const cudaError_t error =
-            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, weight_t, Plan>, params,
-                               inverse_n, x_aligned, grad_aligned);
+        const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
+                                       launch.depth * RowRing<scalar_t, Plan, true>::kStageBytes, launch.cluster, stream);
+        const auto kernel = launch.aligned ? norm_backward_fused_kernel<scalar_t, weight_t, Plan, true>
+                                           : norm_backward_fused_kernel<scalar_t, weight_t, Plan, false>;
+        const cudaError_t error = cudaLaunchKernelEx(&persistent.config, kernel, params, inverse_n, launch.depth);
         if (error != cudaSuccess) return error;
       }
     }
     if (!launch.fused)
       norm_backward_split_kernel<scalar_t, weight_t, Plan>
-          <<<static_cast<unsigned>(launch.blocks + launch.row_blocks), kBackwardThreads<Plan>, 0, stream>>>(
-              params, launch, inverse_n, x_aligned, grad_aligned);
+          <<<static_cast<unsigned>(launch.blocks + launch.row_blocks), kSplitThreads<Plan>, 0, stream>>>(params, launch,
+                                                                                                         inverse_n);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess || launch.partials == 0) return error;
     const dim3 grid(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2);

@@ -79,29 +79,42 @@ __device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / 
 __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
-// weight + weight_offset and bias of one vector, or 1 and 0 where they are absent.
+template <typename weight_t, int kVec, typename T>
+__device__ __forceinline__ void load_parameter(T (&values)[kVec], const void* parameter, int64_t col, int count) {
+  const weight_t* first = static_cast<const weight_t*>(parameter) + col;
+  if (count >= kVec) {
+    unpack(load_vec<weight_t, kVec>(first), values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) values[i] = static_cast<T>(widen(__ldg(first + i)));
+  }
+}
+
+// weight + weight_offset and bias of a vector's first `count` elements, or 1 and 0 where they are absent.
 template <typename weight_t, int kVec, typename T>
 __device__ __forceinline__ void load_affine(T (&scale)[kVec], T (&offset)[kVec], const NormForwardParams& params,
-                                            int64_t col) {
+                                            int64_t col, int count) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     scale[i] = 1;
     offset[i] = 0;
   }
   if (params.weight) {
-    unpack(load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.weight) + col), scale);
+    load_parameter<weight_t>(scale, params.weight, col, count);
     if (params.weight_offset != 0) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) scale[i] += static_cast<T>(params.weight_offset);
     }
   }
-  if (params.bias) unpack(load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.bias) + col), offset);
+  if (params.bias) load_parameter<weight_t>(offset, params.bias, col, count);
 }
 
-template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<Plan>(dtype_of<scalar_t>))
-    norm_forward_kernel(const __grid_constant__ NormForwardParams params, acc_type<scalar_t> inverse_n,
-                        bool x_aligned) {
+// kAligned: rows of x and y begin at multiples of 16 bytes and are made of whole vectors. Two kernels, as what the
+// others need costs registers (bf16: 64 a thread, which must do, became 64 and spills); the arithmetic is the same.
+template <typename scalar_t, typename weight_t, typename Plan, bool kAligned>
+__global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<Plan, kAligned>(dtype_of<scalar_t>))
+    norm_forward_kernel(const __grid_constant__ NormForwardParams params, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
@@ -119,15 +132,14 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
   const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
   if (row >= params.rows) return;
   if (blocks > 1) cluster_arrive();
-  const int row_vecs = static_cast<int>(params.hidden_size / kVec);
-  const int slice_vecs = (row_vecs + blocks - 1) / blocks;
-  const int slice_first = blocks > 1 ? cluster_rank() * slice_vecs : 0;
-  const int vec_count = min(slice_vecs, row_vecs - slice_first);  // may be 0 or less in the last block
-  const int64_t slice_col = static_cast<int64_t>(slice_first) * kVec;
+  const int64_t slice_most = (vecs_of<kVec>(params.hidden_size) + blocks - 1) / blocks * kVec;
+  const int64_t slice_col = blocks > 1 ? cluster_rank() * slice_most : 0;
+  const int elements = static_cast<int>(min(slice_most, params.hidden_size - slice_col));  // 0 or less in a last block
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
   const int rank = Row::rank();
   const int warp_first = rank - rank % Row::kLanes;
-  const int last_tile = max(vec_count - 1, 0) / (kThreads * kVecs) * (kThreads * kVecs);
+  constexpr int kTile = kThreads * kVecs * kVec;
+  const int last_tile = max(elements - 1, 0) / kTile * kTile;
 
   // A full tile goes without a test a vector, so that its loads need not wait for one another.
   // Load and statistics: of the whole row when it fits the registers, else tile by tile
@@ -135,19 +147,19 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
   acc_t values[kVec];
   Moments<acc_t> part{};
 #pragma unroll 1
-  for (int tile = 0; tile <= last_tile; tile += kThreads * kVecs) {
-    load_tile<scalar_t, kThreads>(raw, x, tile, vec_count, rank, x_aligned);
-    // How many vectors of this tile this thread, this warp, and this warp's sample hold
-    int thread_vecs = kVecs, warp_vecs = kVecs * Row::kLanes, sample_vecs = kSample * Row::kLanes;
-    const int left = vec_count - tile;
-    if (left < kThreads * kVecs) {
-      thread_vecs = warp_vecs = sample_vecs = 0;
+  for (int tile = 0; tile <= last_tile; tile += kTile) {
+    const int left = elements - tile;
+    load_tile<scalar_t, kThreads>(raw, x + tile, left, rank, kAligned);
+    // How many elements of this tile this thread, this warp, and this warp's sample hold
+    int thread_has = kVecs * kVec, warp_has = thread_has * Row::kLanes, sample_has = kSample * kVec * Row::kLanes;
+    if (left < kTile) {
+      thread_has = warp_has = sample_has = 0;
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        const int warp_has = min(max(left - v * kThreads - warp_first, 0), Row::kLanes);
-        thread_vecs += v * kThreads + rank < left;
-        warp_vecs += warp_has;
-        if (v < kSample) sample_vecs += warp_has;
+        const int from_warp = min(max(left - (v * kThreads + warp_first) * kVec, 0), Row::kLanes * kVec);
+        thread_has += min(max(left - (v * kThreads + rank) * kVec, 0), kVec);
+        warp_has += from_warp;
+        if (v < kSample) sample_has += from_warp;
       }
     }
     acc_t sum = 0;
@@ -156,39 +168,45 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
       unpack(raw[v], values);
       sum += vec_sum(values);
     }
-    Moments<acc_t> here{static_cast<acc_t>(thread_vecs * kVec), 0, 0, 0};
-    if (!params.is_rms_norm && sample_vecs > 0) here.m = quick_ratio(Row::warp_sum(sum), sample_vecs * kVec);
+    Moments<acc_t> here{static_cast<acc_t>(thread_has), 0, 0, 0};
+    if (!params.is_rms_norm && sample_has > 0) here.m = quick_ratio(Row::warp_sum(sum), sample_has);
     if constexpr (kWidenAnew<Plan>) forget(raw);
     const auto add_up = [&](auto full) {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        if (!full && v * kThreads + rank >= left) continue;  // a masked lane must add nothing
+        const int count = left - (v * kThreads + rank) * kVec;
+        if (!full && count <= 0) continue;
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] -= here.m;
+        if (!kAligned && count < kVec) {  // what is not there must add nothing
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            if (i >= count) values[i] = 0;
+        }
         here.c += vec_sum(values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) here.q = fma(values[i], values[i], here.q);
       }
     };
-    if (left >= kThreads * kVecs) {
+    if (left >= kTile) {
       add_up(std::true_type{});
     } else {
       add_up(std::false_type{});
     }
     if (tile == 0) {
       part = here;
-      part.n = static_cast<acc_t>(warp_vecs * kVec);
+      part.n = static_cast<acc_t>(warp_has);
     } else {
       here = here.about(part.m);
       part.c += here.c;
       part.q += here.q;
-      part.n += static_cast<acc_t>(warp_vecs * kVec);
+      part.n += static_cast<acc_t>(warp_has);
     }
   }
-  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(vec_count, 1) * kVec) : inverse_n, scratch);
+  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch);
   if (blocks > 1) {
-    part.n = static_cast<acc_t>(max(vec_count, 0) * kVec);
+    part.n = static_cast<acc_t>(max(elements, 0));
     cluster_wait();
     if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
     cluster_sync();
@@ -213,29 +231,32 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
   // Store: backwards, as the last tile is still in registers
   if constexpr (kWidenAnew<Plan>) forget(raw);
   const acc_t shift = -mean_tail * rstd;
-  const int64_t y_row = row * params.hidden_size;
+  const int64_t y_row = row * params.hidden_size + slice_col;
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= kThreads * kVecs) {
-    if (tile != last_tile) load_tile<scalar_t, kThreads>(raw, x, tile, vec_count, rank, x_aligned);
-    const int64_t first_col = slice_col + static_cast<int64_t>(tile + rank) * kVec;
+  for (int tile = last_tile; tile >= 0; tile -= kTile) {
+    const int left = elements - tile;
+    if (tile != last_tile) load_tile<scalar_t, kThreads>(raw, x + tile, left, rank, kAligned);
     const auto store = [&](auto full) {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        if (!full && v * kThreads + rank >= vec_count - tile) continue;
-        const int64_t col = first_col + v * kThreads * kVec;
+        const int at = (v * kThreads + rank) * kVec;
+        const int count = full ? kVec : left - at;
+        if (kAligned && count <= 0) continue;
         acc_t scale[kVec], offset[kVec];
-        load_affine<weight_t>(scale, offset, params, col);
+        load_affine<weight_t>(scale, offset, params, slice_col + tile + at, kAligned ? kVec : count);
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(fma(values[i] - mean, rstd, shift), scale[i], offset[i]);
-        if (params.y_dtype == dtype_of<scalar_t>) {
-          store_vec(static_cast<scalar_t*>(params.y) + y_row + col, values);
+        if (params.y_dtype != dtype_of<scalar_t>) {
+          store_vec_as(params.y, params.y_dtype, y_row + tile + at, values, kAligned ? kVec : count, kAligned);
+        } else if constexpr (kAligned) {
+          store_vec(static_cast<scalar_t*>(params.y) + y_row + tile + at, values);
         } else {
-          store_vec_as(params.y, params.y_dtype, y_row + col, values);
+          store_vec_anywhere<scalar_t, kVec, Row::kLanes>(static_cast<scalar_t*>(params.y) + y_row + tile + at, values, count, Row::lane_mask());
         }
       }
     };
-    if (vec_count - tile >= kThreads * kVecs) {
+    if (kAligned && left >= kTile) {
       store(std::true_type{});
     } else {
       store(std::false_type{});
@@ -246,28 +267,31 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
 }  // namespace
 
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream) {
+  int device = 0;
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(device, facts);
+  if (error != cudaSuccess) return error;
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
-    return dispatch_plan<scalar_t, ForwardLadder>(params.hidden_size, [&](auto plan) {
+    return dispatch_plan<ForwardLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
       using Plan = decltype(plan);
       constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-      const bool x_aligned = rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
-      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan>;
+      const bool aligned = params.hidden_size % Plan::kVec == 0 &&
+                           rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
+      const auto kernel =
+          aligned ? norm_forward_kernel<scalar_t, weight_t, Plan, true> : norm_forward_kernel<scalar_t, weight_t, Plan, false>;
       int cluster = 1;
       if constexpr (Plan::kClusters) {
-        int device = 0;
-        DeviceFacts facts;
-        static OncePerDevice allowed;
-        cudaError_t error = device_facts(device, facts);
-        if (error == cudaSuccess) error = allowed.run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
+        static OncePerDevice allowed[2];
+        const cudaError_t error = allowed[aligned].run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
         if (error != cudaSuccess) return error;
-        cluster = cluster_for<Plan>(params.hidden_size / Plan::kVec, facts.max_cluster);
+        cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
       }
       const int64_t blocks = (params.rows + kRows - 1) / kRows * cluster;
       const ClusterLaunch launch(blocks, kForwardThreads<Plan>, 0, cluster, stream);
       const auto inverse_n = static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size));
-      return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_n, x_aligned);
+      return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_n);
     });
   });
 }

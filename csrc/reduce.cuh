@@ -12,7 +12,7 @@ namespace fused_layernorm {
 // The kThreads (a power of two, 4 to 1024) neighbouring threads of a block that work on one row; kRows rows a block.
 template <int kThreads, int kRows>
 struct RowThreads {
-  static_assert(kThreads <= 32 || kRows <= 4, "barrier() counts to four");
+  static_assert(kThreads <= 32 || kRows <= 8, "barrier() counts to eight");
   static constexpr int kLanes = kThreads < 32 ? kThreads : 32;
   static constexpr int kWarps = kThreads / kLanes;
 
@@ -42,7 +42,11 @@ struct RowThreads {
         case 0: asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); break;
         case 1: asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); break;
         case 2: asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory"); break;
-        default: asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory"); break;
+        case 3: asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory"); break;
+        case 4: asm volatile("bar.sync 5, %0;" ::"n"(kThreads) : "memory"); break;
+        case 5: asm volatile("bar.sync 6, %0;" ::"n"(kThreads) : "memory"); break;
+        case 6: asm volatile("bar.sync 7, %0;" ::"n"(kThreads) : "memory"); break;
+        default: asm volatile("bar.sync 8, %0;" ::"n"(kThreads) : "memory"); break;
       }
     }
   }
@@ -78,6 +82,26 @@ __device__ __forceinline__ T lanes_half_sum(Pair<T> value) {
   return Row::template lanes_sum<kCount / 2>((upper ? value.second : value.first) + received);
 }
 
+// The sum of what the warps of a row left in shared memory, by every thread, in four strands: reads of one address by a
+// whole warp, and no further exchange.
+template <int kWarps, typename T>
+__device__ __forceinline__ Pair<T> sum_of_warps(const Pair<T>* shared) {
+  constexpr int kStrands = kWarps < 4 ? kWarps : 4;
+  Pair<T> sums[kStrands];
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const Pair<T> here = shared[warp];
+    Pair<T>& sum = sums[warp % kStrands];
+    sum = warp < kStrands ? here : Pair<T>{sum.first + here.first, sum.second + here.second};
+  }
+#pragma unroll
+  for (int strand = 1; strand < kStrands; ++strand) {
+    sums[0].first += sums[strand].first;
+    sums[0].second += sums[strand].second;
+  }
+  return sums[0];
+}
+
 template <typename Row, typename T>
 __device__ __forceinline__ Pair<T> row_sum(Pair<T> value, Pair<T>* scratch) {
   const T half = lanes_half_sum<Row, Row::kLanes>(value);
@@ -90,21 +114,7 @@ __device__ __forceinline__ Pair<T> row_sum(Pair<T> value, Pair<T>* scratch) {
     const int lane = threadIdx.x % 32;
     if (lane % 16 == 0) reinterpret_cast<T*>(scratch + Row::warp())[lane / 16] = half;
     Row::barrier();
-    // Every thread adds up all warps' sums, in four strands: reads of one address by a whole warp, no more exchanges
-    constexpr int kStrands = Row::kWarps < 4 ? Row::kWarps : 4;
-    Pair<T> sums[kStrands];
-#pragma unroll
-    for (int warp = 0; warp < Row::kWarps; ++warp) {
-      const Pair<T> here = scratch[warp];
-      Pair<T>& sum = sums[warp % kStrands];
-      sum = warp < kStrands ? here : Pair<T>{sum.first + here.first, sum.second + here.second};
-    }
-#pragma unroll
-    for (int strand = 1; strand < kStrands; ++strand) {
-      sums[0].first += sums[strand].first;
-      sums[0].second += sums[strand].second;
-    }
-    return sums[0];
+    return sum_of_warps<Row::kWarps>(scratch);
   }
 }
 
@@ -160,20 +170,18 @@ __device__ __forceinline__ void push_to_peer(T* slot, int peer, const T& value) 
 #endif
 }
 
-// row_sum over a row that a whole cluster shares, one row a block: every warp pushes its sums to every block, and one
-// cluster barrier serves all. `scratch` holds kMaxCluster * kWarps elements; alternate between two, as for row_sum.
-template <typename Row, typename T>
-__device__ __forceinline__ Pair<T> cluster_row_sum(Pair<T> value, Pair<T>* scratch, int blocks) {
-  value = {Row::warp_sum(value.first), Row::warp_sum(value.second)};
-  const int lane = threadIdx.x % 32;
-  if (lane < blocks) push_to_peer(scratch + cluster_rank() * Row::kWarps + Row::warp(), lane, value);
-  cluster_sync();
-  value = {0, 0};
-  for (int index = lane; index < blocks * Row::kWarps; index += 32) {
-    value.first += scratch[index].first;
-    value.second += scratch[index].second;
-  }
-  return {Row::template lanes_sum<32>(value.first), Row::template lanes_sum<32>(value.second)};
+// The same for a pair of floats, eight bytes that the barrier `barrier` there counts as they arrive.
+__device__ __forceinline__ void send_to_peer(Pair<float>* slot, unsigned barrier, int peer, Pair<float> value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned remote, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote)
+      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(slot))), "r"(peer));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(peer));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+               "f"(value.first), "f"(value.second), "r"(remote_barrier)
+               : "memory");
+#endif
 }
 
 }  // namespace fused_layernorm

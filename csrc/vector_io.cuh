@@ -87,13 +87,52 @@ __device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
   return raw;
 }
 
+// 16 of the 32 bytes of (low, high), from byte `from` on; `from`, 0 to 15, is the same for all lanes of a row.
+__device__ __forceinline__ uint4 window(uint4 low, uint4 high, unsigned from) {
+  const unsigned bits = from % 4 * 8;
+  const auto shifted = [bits](unsigned a, unsigned b, unsigned c, unsigned d, unsigned e) {
+    return make_uint4(__funnelshift_r(a, b, bits), __funnelshift_r(b, c, bits), __funnelshift_r(c, d, bits),
+                      __funnelshift_r(d, e, bits));
+  };
+  switch (from / 4) {
+    case 0: return shifted(low.x, low.y, low.z, low.w, high.x);
+    case 1: return shifted(low.y, low.z, low.w, high.x, high.y);
+    case 2: return shifted(low.z, low.w, high.x, high.y, high.z);
+    default: return shifted(low.w, high.x, high.y, high.z, high.w);
+  }
+}
+
 template <typename T, int kVec>
-__device__ __forceinline__ RawVec<T, kVec> load_vec_unaligned(const T* source) {
+__device__ __forceinline__ void zero_from(RawVec<T, kVec>& raw, int count) {
   T elements[kVec];
+  memcpy(elements, &raw, sizeof(raw));
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) elements[i] = __ldg(source + i);
-  RawVec<T, kVec> raw;
+  for (int i = 0; i < kVec; ++i)
+    if (i >= count) memset(elements + i, 0, sizeof(T));
   memcpy(&raw, elements, sizeof(raw));
+}
+
+// The first `count` elements (1 to kVec) of a vector from memory aligned to its elements; the others are 0. Reads the
+// aligned 16 bytes around them, of which some may not belong to the tensor: an aligned 16 bytes that holds one byte of
+// an allocation holds no byte that would be forbidden to read.
+template <typename T, int kVec>
+__device__ __forceinline__ RawVec<T, kVec> load_vec_anywhere(const T* source, int count) {
+  RawVec<T, kVec> raw;
+  if constexpr (kVec == 1) {
+    raw.element = __ldg(source);
+  } else {
+    const unsigned from = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
+    const uint4* aligned = reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(source) - from);
+    const int end = static_cast<int>(from) + count * static_cast<int>(sizeof(T));
+    uint4 high = __ldg(aligned);
+#pragma unroll
+    for (int word = 0; word < raw.kWords; ++word) {
+      const uint4 low = high;
+      if (16 * word + 16 < end) high = __ldg(aligned + word + 1);
+      raw.words[word] = window(low, high, from);
+    }
+    if (count < kVec) zero_from(raw, count);
+  }
   return raw;
 }
 
@@ -168,35 +207,81 @@ __device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]
   }
 }
 
-// The same to a tensor whose dtype is known at run time only; `offset` in elements.
+// A vector's first `count` elements to a tensor whose dtype is known at run time only; `offset` in elements. Aligned:
+// as for store_vec; else element by element.
 template <int kVec, typename acc_t>
-__device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t offset, const acc_t (&values)[kVec]) {
+__device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t offset, const acc_t (&values)[kVec],
+                                             int count, bool aligned) {
+  const auto store = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    if (aligned && count >= kVec) return store_vec(typed + offset, values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) typed[offset + i] = narrow<T>(values[i]);
+  };
   switch (dtype) {
-    case DType::kFloat16: return store_vec(static_cast<__half*>(target) + offset, values);
-    case DType::kBFloat16: return store_vec(static_cast<__nv_bfloat16*>(target) + offset, values);
-    case DType::kFloat32: return store_vec(static_cast<float*>(target) + offset, values);
-    case DType::kFloat64: return store_vec(static_cast<double*>(target) + offset, values);
+    case DType::kFloat16: return store(static_cast<__half*>(target));
+    case DType::kBFloat16: return store(static_cast<__nv_bfloat16*>(target));
+    case DType::kFloat32: return store(static_cast<float*>(target));
+    case DType::kFloat64: return store(static_cast<double*>(target));
   }
 }
 
-// One tile of a row: vectors first_vec + v * kThreads + rank for v < kVecs; those from vec_count on become 0.
+// How many vectors hold `elements` elements, the last of them perhaps in part.
+template <int kVec>
+__host__ __device__ constexpr int64_t vecs_of(int64_t elements) {
+  return (elements + kVec - 1) / kVec;
+}
+
+// A vector's first `count` elements (0 or less: none) to memory that is aligned to elements only, by all lanes of a
+// row's warp together: lane l has the vector before lane l+1's. Each lane completes the aligned 16 bytes that its
+// vector begins in with the end of its neighbour's; what no lane completes goes element by element.
+template <typename T, int kVec, int kLanes, typename acc_t>
+__device__ __forceinline__ void store_vec_anywhere(T* target, const acc_t (&values)[kVec], int count, unsigned lanes) {
+  if constexpr (kVec == 1) {
+    if (count > 0) *target = narrow<T>(values[0]);
+  } else {
+    static_assert(kVec * sizeof(T) == 16, "one word a vector");
+    T elements[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
+    uint4 own, before;
+    memcpy(&own, elements, 16);
+    before.x = __shfl_up_sync(lanes, own.x, 1, kLanes);
+    before.y = __shfl_up_sync(lanes, own.y, 1, kLanes);
+    before.z = __shfl_up_sync(lanes, own.z, 1, kLanes);
+    before.w = __shfl_up_sync(lanes, own.w, 1, kLanes);
+    const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
+    const int head = kVec - static_cast<int>(past / sizeof(T));  // elements before the next 16 bytes
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const bool whole = count >= head && (past == 0 || lane > 0);
+    const bool next_whole = __shfl_down_sync(lanes, whole, 1, kLanes) && lane < kLanes - 1;
+    if (whole)
+      *reinterpret_cast<uint4*>(reinterpret_cast<uintptr_t>(target) - past) =
+          past == 0 ? own : window(before, own, 16 - past);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count && !(i < head ? whole : next_whole)) target[i] = elements[i];
+  }
+}
+
+// A tile of a row: vectors v * kThreads + rank for v < kVecs of the `elements` elements from `tile` on; what lies beyond
+// becomes 0. `aligned`: every vector begins at a multiple of 16 bytes and is whole.
 template <typename T, int kThreads, int kVecs, int kVec>
-__device__ __forceinline__ void load_tile(RawVec<T, kVec> (&raw)[kVecs], const T* row, int first_vec, int vec_count,
-                                          int rank, bool aligned) {
-  const T* first = row + static_cast<int64_t>(first_vec + rank) * kVec;
-  const int left = vec_count - first_vec - rank;
-  if (aligned || kVec == 1) {
+__device__ __forceinline__ void load_tile(RawVec<T, kVec> (&raw)[kVecs], const T* tile, int elements, int rank,
+                                          bool aligned) {
+  const T* first = tile + rank * kVec;
+  const int left = elements - rank * kVec;
+  if (aligned) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
-      raw[v] = v * kThreads < left ? load_vec<T, kVec>(first + v * kThreads * kVec) : zero_vec<T, kVec>();
+      raw[v] = v * kThreads * kVec < left ? load_vec<T, kVec>(first + v * kThreads * kVec) : zero_vec<T, kVec>();
   } else {
-#pragma unroll 1
-    for (int v = 0; v < kVecs; ++v) {
-      // A rolled loop over a register array would send it to local memory, so each turn moves the array along.
 #pragma unroll
-      for (int later = 0; later + 1 < kVecs; ++later) raw[later] = raw[later + 1];
-      raw[kVecs - 1] =
-          v * kThreads < left ? load_vec_unaligned<T, kVec>(first + v * kThreads * kVec) : zero_vec<T, kVec>();
+    for (int v = 0; v < kVecs; ++v) {
+      const int here = left - v * kThreads * kVec;
+      raw[v] = here > 0 ? load_vec_anywhere<T, kVec>(first + v * kThreads * kVec, min(here, kVec))
+                        : zero_vec<T, kVec>();
     }
   }
 }
@@ -216,42 +301,57 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
-// The same for a whole row at once, by the copy engine (sm_90 and later): one thread asks, and whoever waits on the
-// barrier sees the bytes. Shared memory goes by its 32-bit address. Addresses and sizes are multiples of 16 bytes. A
-// barrier counts its uses in phases: the wait names the parity of the one it waits for.
+// Barriers in shared memory, by its 32-bit address. A barrier counts its uses in phases, each over after so many
+// arrivals (and bytes, where some were announced); the wait names the parity of the phase it waits for.
 __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void fence_barrier_init() {  // makes the init visible to the copy engine
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void arrive_barrier(unsigned barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+#define FLN_BARRIER_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define FLN_BARRIER_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
   asm volatile(
       "{\n"
       ".reg .pred arrived;\n"
-      "again%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
+      "again%=:\n" FLN_BARRIER_WAIT
+      " arrived, [%0], %1;\n"
       "@!arrived bra again%=;\n"
       "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+#undef FLN_BARRIER_WAIT
 }
-#endif
 
-// Whether rows of a tensor can be read by 16-byte accesses (host side).
+// The copy engine, and stores to other blocks of the cluster that count on a barrier there (sm_90 and later).
+__device__ __forceinline__ void fence_barrier_init() {  // makes the init visible to both
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {  // and arrives
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+// Addresses and sizes are multiples of 16 bytes.
+__device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+#endif
+}
+
+// Whether rows of a tensor can be read by 16-byte accesses, or are elements to be read one by one (host side).
 template <typename T, int kVec>
 bool rows_are_aligned(const void* data, const RowStrides& strides) {
-  return kVec > 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides.row_stride % kVec == 0 &&
-         strides.group_stride % kVec == 0;
+  return kVec == 1 || (reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides.row_stride % kVec == 0 &&
+                       strides.group_stride % kVec == 0);
 }
 
 }  // namespace fused_layernorm
