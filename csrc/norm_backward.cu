@@ -106,7 +106,7 @@ __device__ __forceinline__ Pair<T> row_means(Pair<T> sums, const NormBackwardPar
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
   bool x_aligned, grad_aligned;  // rows begin at multiples of 16 bytes and are made of whole vectors
-  bool aligned;                  // both
+  bool aligned;                  // both, and rows are equally far apart
   bool fused;
   int cluster;         // fused: blocks that share a row
   int depth;           // fused: stages of the ring of rows in flight
@@ -149,7 +149,8 @@ struct Slice {
 // A row keeps its address's place within 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu:
 // 673 MB for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
 //
-// kAligned: rows of x and grad_output begin at multiples of 16 bytes and are made of whole vectors.
+// kAligned: rows of x and grad_output begin at multiples of 16 bytes, are made of whole vectors and are equally far
+// apart.
 template <typename scalar_t, typename Plan, bool kAligned>
 struct RowRing {
 #if __CUDA_ARCH__ >= 900
@@ -169,35 +170,32 @@ struct RowRing {
   // Of one tensor: of addresses and strides (in bytes) only the last bits, which say how a row lies in its stage.
   struct Rows {
     unsigned start, stride;
-    bool even;   // all rows equally far apart
     bool dense;  // a turn's rows are one run of memory
 
     __device__ Rows(const NormBackwardParams& params, const void* data, const RowStrides& strides, const Slice& slice)
         : start(static_cast<unsigned>(reinterpret_cast<uintptr_t>(data) + slice.first_col * sizeof(scalar_t))),
           stride(static_cast<unsigned>(strides.row_stride * sizeof(scalar_t))),
-          even(strides.is_even(params.rows)),
-          dense(even && slice.blocks == 1 && strides.row_stride == params.hidden_size) {}
+          dense(strides.is_even(params.rows) && slice.blocks == 1 && strides.row_stride == params.hidden_size) {}
 
     // Where the `group`-th row of a turn lies in its half of a stage, in bytes.
     __device__ unsigned place(const RowStrides& strides, int64_t turn_row, int group) const {
       if (dense) return (start + static_cast<unsigned>(turn_row) * stride) % 128 + group * stride;
-      const unsigned offset = even ? static_cast<unsigned>(turn_row + group) * stride
-                                   : static_cast<unsigned>(strides.offset(turn_row + group) * sizeof(scalar_t));
+      const unsigned offset = kAligned ? static_cast<unsigned>(turn_row + group) * stride
+                                       : static_cast<unsigned>(strides.offset(turn_row + group) * sizeof(scalar_t));
       return (start + offset) % 128 + group * kPitch;
     }
   };
 
-  char* memory;
-  unsigned full, empty;  // shared addresses of the first stage's barriers
+  unsigned memory, full;  // shared addresses: of the first stage, of its barrier
+  static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a stage's full barrier to its empty one
   Rows x, grad;
   int depth, elements, stage = 0;
   unsigned parity = 0;
 
   // To be constructed by all threads of the block together.
   __device__ RowRing(void* memory, Barriers& barriers, const NormBackwardParams& params, const Slice& slice, int depth)
-      : memory(static_cast<char*>(memory)),
+      : memory(shared_address(memory)),
         full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)),
         x(params, params.x, params.x_strides, slice),
         grad(params, params.grad_output, params.grad_output_strides, slice),
         depth(depth),
@@ -205,13 +203,13 @@ struct RowRing {
     if (kBulk && threadIdx.x == 0) {
       for (int i = 0; i < kMaxDepth; ++i) {
         init_barrier(full + 8 * i, 1);
-        init_barrier(empty + 8 * i, kThreads * kRows / 32);
+        init_barrier(full + kEmpty + 8 * i, kThreads * kRows / 32);
       }
       fence_barrier_init();
     }
   }
 
-  __device__ char* half(int of_stage, int tensor) { return memory + (2 * of_stage + tensor) * kTensor; }
+  __device__ unsigned half(int of_stage, int tensor) { return memory + (2 * of_stage + tensor) * kTensor; }
   __device__ void next_stage() {
     if (++stage == depth) {
       stage = 0;
@@ -226,15 +224,21 @@ struct RowRing {
       const int lane = threadIdx.x % 32;
       const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(sizeof(scalar_t));
       // Lanes of even number for x, of odd number for grad_output
-      const Rows& rows = lane % 2 == 0 ? x : grad;
-      const RowStrides& strides = lane % 2 == 0 ? params.x_strides : params.grad_output_strides;
-      const char* data = static_cast<const char*>(lane % 2 == 0 ? params.x : params.grad_output) +
+      const bool for_x = lane % 2 == 0;
+      const Rows rows = for_x ? x : grad;
+      const int64_t stride = (for_x ? params.x_strides.row_stride : params.grad_output_strides.row_stride) *
+                             static_cast<int64_t>(sizeof(scalar_t));
+      const char* data = static_cast<const char*>(for_x ? params.x : params.grad_output) +
                          slice.first_col * static_cast<int64_t>(sizeof(scalar_t));
       for (int64_t row = slice.first_row; row < params.rows; row += slice.row_step) {
         const int count = static_cast<int>(min(static_cast<int64_t>(kRows), params.rows - row));
         const int copies = rows.dense ? min(row_bytes, 1u) : row_bytes > 0 ? count : 0;
         const unsigned bytes = rows.dense ? count * row_bytes : row_bytes;
-        const auto source_of = [&](int group) { return data + strides.offset(row + group) * sizeof(scalar_t); };
+        const auto source_of = [&](int group) {
+          if constexpr (kAligned) return data + (row + group) * stride;
+          return data + (for_x ? params.x_strides.offset(row + group) : params.grad_output_strides.offset(row + group)) *
+                            static_cast<int64_t>(sizeof(scalar_t));
+        };
         const auto past_of = [&](const char* source) {
           return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
         };
@@ -244,14 +248,15 @@ struct RowRing {
           for (int group = lane / 2; group < copies; group += 16) total += (past_of(source_of(group)) + bytes + 15) / 16 * 16;
           total = __reduce_add_sync(0xffffffffu, total);
         }
-        wait_barrier(empty + 8 * stage, parity ^ 1);
+        wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
         if (lane == 0) expect_bytes(full + 8 * stage, total);
         __syncwarp();
         for (int group = lane / 2; group < copies; group += 16) {
           const char* source = source_of(group);
           const unsigned past = past_of(source);
-          copy_bulk(shared_address(half(stage, lane % 2) + rows.place(strides, row, group)) - past, source - past,
-                    (past + bytes + 15) / 16 * 16, full + 8 * stage);
+          const unsigned place =
+              rows.place(for_x ? params.x_strides : params.grad_output_strides, row, group) + half(stage, lane % 2);
+          copy_bulk(place - past, source - past, (past + bytes + 15) / 16 * 16, full + 8 * stage);
         }
         next_stage();
       }
@@ -270,14 +275,14 @@ struct RowRing {
         const scalar_t* source =
             static_cast<const scalar_t*>(tensor == 0 ? params.x : params.grad_output) +
             (tensor == 0 ? params.x_strides : params.grad_output_strides).offset(row) + first_col;
-        uint4* target = reinterpret_cast<uint4*>(half(into, tensor) + group * kPitch);
+        const unsigned target = half(into, tensor) + group * kPitch;
 #pragma unroll 1
         for (int vec = rank; vec * kVec < elements; vec += kThreads) {
           if (kAligned) {
-            copy_async(target + vec, source + vec * kVec);
+            copy_async(target + 16 * vec, source + vec * kVec);
           } else {
-            target[vec] =
-                load_vec_anywhere<scalar_t, kVec>(source + vec * kVec, min(elements - vec * kVec, kVec)).words[0];
+            store_shared(target + 16 * vec,
+                         load_vec_anywhere<scalar_t, kVec>(source + vec * kVec, min(elements - vec * kVec, kVec)).words[0]);
           }
         }
       }
@@ -300,12 +305,12 @@ struct RowRing {
     }
   }
 
-  // A row in its stage: bytes from the ring's start.
+  // A row in its stage: shared addresses.
   struct Place {
     unsigned x, grad;
   };
   __device__ Place place(const NormBackwardParams& params, int64_t row, int group) const {
-    const unsigned at = 2 * stage * kTensor;
+    const unsigned at = memory + 2 * stage * kTensor;
     if constexpr (kBulk)
       return {at + x.place(params.x_strides, row - group, group),
               at + kTensor + grad.place(params.grad_output_strides, row - group, group)};
@@ -313,10 +318,10 @@ struct RowRing {
   }
   // Vector `vec` of a row that lies at `at`.
   __device__ RawVec<scalar_t, kVec> vec(unsigned at, int vec) const {
-    const uint4* first = reinterpret_cast<const uint4*>(memory + at / 16 * 16);
     RawVec<scalar_t, kVec> raw;
-    raw.words[0] = first[vec];
-    if (!kAligned && at % 16 > 0) raw.words[0] = window(raw.words[0], first[vec + 1], at % 16);
+    raw.words[0] = load_shared((kAligned ? at : at / 16 * 16) + 16 * vec);
+    if (!kAligned && at % 16 > 0)
+      raw.words[0] = window(raw.words[0], load_shared(at / 16 * 16 + 16 * vec + 16), at % 16);
     return raw;
   }
   // Gives stage `read` free: this warp has read all it needs of it. `next` is the row that comes there.
@@ -324,7 +329,7 @@ struct RowRing {
                           int rank) {
     if constexpr (kBulk) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive_barrier(empty + 8 * read);
+      if (threadIdx.x % 32 == 0) arrive_barrier(full + kEmpty + 8 * read);
     } else {
       bring(params, first_col, next, group, rank, read);
     }
@@ -450,12 +455,15 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       if (row + slice.row_step < params.rows) stats_next = load_stats<acc_t>(params, row + slice.row_step);
       return stats;
     };
+    // Which vector of the row a thread reads as its v-th: beyond the slice the row's first, with weight 0, so that no
+    // branch is needed and nothing but the row's own values can reach its sums.
+    const auto index_of = [&](int v) { return kAligned && elements_of(v) <= 0 ? 0 : v * kThreads + rank; };
     // Sums along the row, and this row's part of the sums along the columns
     const auto add_up = [&](const RowStats<acc_t>& stats, auto x_vec, auto grad_vec) {
       Pair<acc_t> sums{0, 0};
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        if (elements_of(v) <= 0) continue;
+        if (!kAligned && elements_of(v) <= 0) continue;
         RawVec<scalar_t, kVec> x_raw = x_vec(v), grad_raw = grad_vec(v);
         if (!kAligned && elements_of(v) < kVec) {
           zero_from(x_raw, elements_of(v));
@@ -477,13 +485,12 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       const Pair<acc_t> means = row_means(sums, params, inverse_n);
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        if (kAligned && elements_of(v) <= 0) continue;
         acc_t x[kVec], grad[kVec], values[kVec];
         unpack(x_vec(v), x);
         unpack(grad_vec(v), grad);
         grad_input_of(values, stats, means, x, grad, weight[v]);
         if constexpr (kAligned) {
-          store_vec(grad_input + v * kThreads * kVec, values);
+          if (elements_of(v) > 0) store_vec(grad_input + v * kThreads * kVec, values);
         } else {
           store_vec_anywhere<scalar_t, kVec, Row::kLanes>(grad_input + v * kThreads * kVec, values, elements_of(v),
                                                           Row::lane_mask());
@@ -501,8 +508,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         const auto place = ring.place(params, row, group);
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-          x_raw[v] = ring.vec(place.x, v * kThreads + rank);
-          grad_raw[v] = ring.vec(place.grad, v * kThreads + rank);
+          x_raw[v] = ring.vec(place.x, index_of(v));
+          grad_raw[v] = ring.vec(place.grad, index_of(v));
         }
         ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
         ring.next_stage();
@@ -522,8 +529,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       const auto finish = [&] {
         store(
             stats_behind, exchange.collect(turn - 1),
-            [&](int v) { return ring.vec(place_behind.x, v * kThreads + rank); },
-            [&](int v) { return ring.vec(place_behind.grad, v * kThreads + rank); });
+            [&](int v) { return ring.vec(place_behind.x, index_of(v)); },
+            [&](int v) { return ring.vec(place_behind.grad, index_of(v)); });
         ring.release(params, slice.first_col, ring.stage == 0 ? depth - 1 : ring.stage - 1,
                      row + (depth - 1) * slice.row_step, group, rank);
       };
@@ -533,8 +540,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         const auto place = ring.place(params, row, group);
         const RowStats<acc_t> stats = next_stats();
         exchange.share(turn, add_up(
-                                 stats, [&](int v) { return ring.vec(place.x, v * kThreads + rank); },
-                                 [&](int v) { return ring.vec(place.grad, v * kThreads + rank); }));
+                                 stats, [&](int v) { return ring.vec(place.x, index_of(v)); },
+                                 [&](int v) { return ring.vec(place.grad, index_of(v)); }));
         if (turn > 0) finish();
         stats_behind = stats;
         place_behind = place;
@@ -894,7 +901,8 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, F&& f) {
       launch.x_aligned = whole && rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
       launch.grad_aligned =
           whole && rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
-      launch.aligned = launch.x_aligned && launch.grad_aligned;
+      launch.aligned = launch.x_aligned && launch.grad_aligned && params.x_strides.is_even(params.rows) &&
+                       params.grad_output_strides.is_even(params.rows);
       const cudaError_t error = plan_launch<scalar_t, weight_t, decltype(plan)>(params, device, facts, launch);
       return error == cudaSuccess ? f(types, plan, launch) : error;
     });

@@ -290,10 +290,25 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
+// By the shared address: through a pointer that went through a struct the compiler made generic loads of these.
+__device__ __forceinline__ uint4 load_shared(unsigned address) {
+  uint4 word;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+               : "r"(address));
+  return word;
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, uint4 word) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word.x), "r"(word.y), "r"(word.z),
+               "r"(word.w)
+               : "memory");
+}
+
 // Copies 16 bytes from global to shared memory while the thread goes on. Copies belong to the group that the thread
 // commits next; wait_for_copies<n> returns when all but the thread's last n groups have landed.
-__device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups>
