@@ -22,7 +22,9 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -386,6 +388,17 @@ def run(norm, case, inputs, wants=("x", "weight", "bias")):
     return {"y": y.detach(), **dict(zip(asked, gradients, strict=True))}
 
 
+@pytest.fixture(params=("node", "function"))
+def route(request, monkeypatch):
+    """Through the autograd node of plain eager mode (C++), and through NormFunction, which takes what that hands back.
+
+    On the reference backend both are the same PyTorch operations.
+    """
+    if request.param == "function":
+        monkeypatch.setattr(fused_layernorm._ops, "norm", lambda *arguments: NotImplemented)
+    return request.param
+
+
 # ---- judging -------------------------------------------------------------------------------------------------------
 
 
@@ -524,6 +537,13 @@ def test_values(device, case):
 
 
 @on_devices("case", [case for case in CASES if case.core])
+def test_values_through_norm_function(device, case, monkeypatch):
+    """the same through NormFunction, for a part of the table"""
+    monkeypatch.setattr(fused_layernorm._ops, "norm", lambda *arguments: NotImplemented)
+    test_values(device, case)
+
+
+@on_devices("case", [case for case in CASES if case.core])
 def test_values_of_reference_py(device, case):
     """reference.py, the specification, against fp64"""
     options = (case.normalized_shape, case.eps, case.weight_offset, case.op == "rms_norm")
@@ -654,7 +674,7 @@ def test_large_mean_is_ten_times_more_exact_than_torch(device, values, hidden_si
 
 
 @on_devices("case", [replace(case, shape=shape) for case in A_FEW for shape in ((5, 64), (131, 520))])
-def test_each_input_alone_requires_grad(device, case):
+def test_each_input_alone_requires_grad(device, case, route):
     """each subset of inputs requiring grad: right, and nothing else computed"""
     inputs = make_inputs(case, device)
     everything = run(fused, case, inputs)
@@ -701,7 +721,7 @@ GRADCHECK_CASES = [
 
 
 @on_devices("case", GRADCHECK_CASES)
-def test_gradcheck(device, case):
+def test_gradcheck(device, case, route):
     """gradcheck and gradgradcheck in fp64"""
     inputs = make_inputs(case, device)
     tensors = [getattr(inputs, name).detach().requires_grad_() for name in inputs.present()]
@@ -714,7 +734,7 @@ def test_gradcheck(device, case):
 
 
 @on_devices("op,wants", [(op, wants) for op in OPS for wants in (("x", "weight", "bias"), ("x",), ("weight",))])
-def test_second_order(device, op, wants):
+def test_second_order(device, op, wants, route):
     """second-order gradients (create_graph) in fp32 as torch's in fp64"""
     case = Case((6, 50), op=op)
     inputs = make_inputs(case, device)
@@ -737,7 +757,7 @@ def test_second_order(device, op, wants):
 
 
 @on_devices("op", OPS)
-def test_inside_a_graph(device, op):
+def test_inside_a_graph(device, op, route):
     """inputs that are not leaves, accumulation into .grad, two uses of one weight"""
     case = Case((6, 50), op=op)
     inputs = make_inputs(case, device)
@@ -754,7 +774,7 @@ def test_inside_a_graph(device, op):
 
 
 @on_devices("op,name", [(op, name) for op in OPS for name in ("x", "weight")])
-def test_saved_tensor_changed_in_place(device, op, name):
+def test_saved_tensor_changed_in_place(device, op, name, route):
     """an input changed in place before backward: an error as torch's, never a wrong gradient"""
     case = Case((6, 50), op=op)
     inputs = make_inputs(case, device)
@@ -772,7 +792,7 @@ def test_saved_tensor_changed_in_place(device, op, name):
 
 
 @on_devices("op", OPS)
-def test_backward_twice(device, op):
+def test_backward_twice(device, op, route):
     """backward twice: right with retain_graph, an error without"""
     inputs = make_inputs(Case((6, 50), op=op), device)
     x = inputs.x.requires_grad_()
@@ -785,7 +805,7 @@ def test_backward_twice(device, op):
 
 
 @on_devices("case", A_FEW)
-def test_without_gradients(device, case):
+def test_without_gradients(device, case, route):
     """no_grad, inference_mode and frozen inputs: the same bits, no graph"""
     inputs = make_inputs(case, device)
     y = run(fused, case, inputs)["y"]
@@ -802,6 +822,205 @@ def test_without_gradients(device, case):
     assert inference.is_inference() and not without.is_inference()
     with torch.no_grad():  # an inference tensor outside inference_mode
         assert same_bits(fused(case, inference, None, None), fused(case, y, None, None))
+
+
+@on_devices("op,what", [(op, what) for op in OPS for what in ("hooks", "save_on_cpu", "checkpoint", "reentrant")])
+def test_saved_tensors_hooks(device, op, what, route):
+    """saved-tensor hooks and activation checkpointing: the same gradients"""
+    case = Case((9, 40), op=op)
+    inputs = make_inputs(case, device)
+    packed = []
+
+    def through_hooks(case, *tensors):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t.clone()):
+            return fused(case, *tensors)
+
+    def saved_on_cpu(case, *tensors):
+        with torch.autograd.graph.save_on_cpu():
+            return fused(case, *tensors)
+
+    def checkpointed(case, *tensors):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(fused, case, *tensors, use_reentrant=what == "reentrant")
+
+    wrapped = {"hooks": through_hooks, "save_on_cpu": saved_on_cpu}.get(what, checkpointed)
+    plain, found = run(fused, case, inputs), run_backward(wrapped, case, inputs)
+    for name, value in plain.items():
+        assert same_bits(value, found[name]), name
+    assert not uses_kernels(device) or len(packed) == (3 if what == "hooks" else 0)  # x, weight, the statistics
+
+
+def run_backward(norm, case, inputs):
+    """As `run`, by .backward()."""
+    tensors = {name: getattr(inputs, name).detach().requires_grad_() for name in inputs.present()}
+    y = norm(case, tensors["x"], tensors.get("weight"), tensors.get("bias"))
+    y.backward(inputs.grad_output)
+    return {"y": y.detach(), **{name: t.grad for name, t in tensors.items()}}
+
+
+@on_devices("op", OPS)
+def test_hooks_on_the_graph(device, op, route):
+    """hooks on tensors and on grad_fn, retain_grad, the name of the node"""
+    inputs = make_inputs(Case((6, 50), op=op), device)
+    x = inputs.x.requires_grad_()
+    y = OPS[op](x, inputs.weight.requires_grad_(), inputs.bias)
+    seen = []
+    y.retain_grad()
+    y.register_hook(lambda gradient: seen.append("tensor") or 2 * gradient)
+    y.grad_fn.register_prehook(lambda outputs: seen.append("before"))
+    y.grad_fn.register_hook(lambda inputs, outputs: seen.append("after"))
+    y.backward(inputs.grad_output)
+    assert seen == ["tensor", "before", "after"]
+    assert same_bits(y.grad, 2 * inputs.grad_output)
+    expected = torch.autograd.grad(OPS[op](x, inputs.weight, inputs.bias), x, 2 * inputs.grad_output)[0]
+    assert same_bits(x.grad, expected)
+    if uses_kernels(device):
+        name = {"node": "FusedNormBackward", "function": "NormFunctionBackward"}[route]
+        assert y.grad_fn.name() == type(y.grad_fn).__name__ == name
+        assert [edge[0] is None for edge in y.grad_fn.next_functions[:3]] == [False, False, True]
+
+
+@on_devices("op", OPS)
+def test_anomaly_mode(device, op, route):
+    """anomaly mode names the node that made a NaN and prints where its forward was called"""
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):
+        y = OPS[op](x, normalized_shape=8)
+        with pytest.warns(UserWarning, match="(?s)forward call.*test_correctness.py"):
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                y.backward(torch.full_like(y, float("nan")))
+
+
+class Silent(torch.autograd.Function):
+    """The identity, but no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return None
+
+
+@on_devices("op", OPS)
+def test_no_gradient_arrives(device, op, route):
+    """no gradient from above: none is passed on, as torch"""
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    Silent.apply(OPS[op](x, normalized_shape=8)).sum().backward()
+    assert x.grad is None
+
+
+@on_devices("op", OPS)
+def test_inputs_and_result_in_place(device, op, route):
+    """x a view, x and y changed in place before and after: gradients as torch's"""
+    case = Case((6, 50), op=op)
+    inputs = make_inputs(case, device)
+
+    def gradients(norm, dtype):
+        base, weight, bias = (t.detach().to(dtype).requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias))
+        hidden = torch.cat([base, base.sin()])
+        hidden[2:4].mul_(3)
+        x = hidden.view(2, 6, 50)[1]
+        x.add_(1)
+        y = norm(case, x, weight, bias)
+        y.mul_(2)
+        y[1].zero_()
+        y.backward(inputs.grad_output.to(dtype))
+        return [base.grad, weight.grad, bias.grad]
+
+    for ours, truth in zip(gradients(fused, fp32), gradients(with_torch, fp64), strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+@on_devices("op", OPS)
+def test_inference_tensor_in_a_graph(device, op, route):
+    """an inference tensor that backward would need: torch's error"""
+    if not uses_kernels(device):
+        pytest.skip("PyTorch operations save other tensors")
+    with torch.inference_mode():
+        x = torch.randn(3, 8, device=device)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        OPS[op](x, weight)
+
+
+@on_devices("op", OPS)
+def test_batched_gradients(device, op, route):
+    """is_grads_batched: as one gradient at a time"""
+    inputs = make_inputs(Case((6, 50), op=op), device)
+    leaves = [t.requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
+    y = OPS[op](*leaves)
+    batch = torch.randn(4, *y.shape, device=device)
+    found = torch.autograd.grad(y, leaves, batch, retain_graph=True, is_grads_batched=True)
+    for i, one in enumerate(batch):
+        for ours, truth in zip(found, torch.autograd.grad(y, leaves, one, retain_graph=True), strict=True):
+            torch.testing.assert_close(ours[i], truth, rtol=1e-4, atol=1e-4)
+
+
+@on_devices("op", OPS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch's own decompositions
+def test_forward_mode_through_backward(device, op, route):
+    """a tangent on grad_output comes out of backward"""
+    inputs = make_inputs(Case((6, 50), op=op), device)
+    x = inputs.x.requires_grad_()
+    y = OPS[op](x, inputs.weight, inputs.bias)
+    tangent = torch.randn_like(y)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs.grad_output, tangent)
+        gradient = torch.autograd.grad(y, x, dual, retain_graph=True)[0]
+        found = torch.autograd.forward_ad.unpack_dual(gradient).tangent
+    truth = torch.autograd.grad(y, x, tangent)[0]  # backward is linear in grad_output
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@on_devices("op", OPS)
+def test_saved_tensors_are_released(device, op, route):
+    """backward lets go of what it saved, and so does the end of the graph"""
+    weight = torch.ones(8, device=device, requires_grad=True)
+
+    def hidden_input():
+        x = torch.randn(3, 8, device=device).requires_grad_() * 2
+        return x, OPS[op](x, weight), weakref.ref(x)
+
+    x, y, reference_to_x = hidden_input()
+    del x
+    gc.collect()
+    kept = reference_to_x() is not None  # PyTorch operations may save x itself or not
+    assert kept or not uses_kernels(device)
+    y.sum().backward()
+    gc.collect()
+    assert reference_to_x() is None
+    x, y, reference_to_x = hidden_input()
+    del x, y
+    gc.collect()
+    assert reference_to_x() is None
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_a_deep_graph_is_freed(device, op, route):
+    """a chain of 30,000 norms: freed without a stack overflow"""
+    y = torch.randn(2, requires_grad=True)
+    for _ in range(30_000):
+        y = OPS[op](y, normalized_shape=2)
+    del y
+
+
+@on_devices("op", OPS)
+def test_backward_in_many_threads(device, op, route):
+    """one graph, backward from several threads at once: the same bits"""
+    inputs = make_inputs(Case((6, 50), op=op), device)
+    leaves = [t.requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
+    y = OPS[op](*leaves)
+
+    def gradients(_):
+        return torch.autograd.grad(y, leaves, inputs.grad_output, retain_graph=True)
+
+    expected = gradients(None)
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(gradients, range(200)):
+            assert all(same_bits(ours, truth) for ours, truth in zip(found, expected, strict=True))
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
@@ -857,7 +1076,7 @@ def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
 
 
 @on_devices("op", OPS)
-def test_normalized_shape(device, op):
+def test_normalized_shape(device, op, route):
     """normalized_shape: an int, a tuple, a list or a torch.Size, or that of the weight or bias"""
     inputs = make_inputs(Case((4, 6, 10), op=op, normalized_ndim=2), device)
     x, weight, bias = inputs.x, inputs.weight, inputs.bias
@@ -883,7 +1102,7 @@ def test_result_is_new_and_contiguous(device, op):
 
 
 @on_devices("dtype", (fp16, bf16, fp32, fp64))
-def test_rms_norm_without_eps(device, dtype):
+def test_rms_norm_without_eps(device, dtype, route):
     """rms_norm with eps=None: torch's eps, also for tiny inputs"""
     for scale in (1.0, 1e-3, 1e-4, 1e-5, 0.0):
         x = (scale * torch.randn(5, 96, generator=torch.Generator().manual_seed(0))).to(device, dtype)
@@ -892,7 +1111,7 @@ def test_rms_norm_without_eps(device, dtype):
 
 
 @on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp32)])
-def test_autocast(device, op, dtype):
+def test_autocast(device, op, dtype, route):
     """autocast changes neither the dtype nor the bits"""
     case = Case((9, 96), op=op, dtype=dtype, weight=fp32, bias=fp32)
     inputs = make_inputs(case, device)
@@ -917,7 +1136,7 @@ def test_compile_smoke(device, op):
 
 
 @on_devices("op", OPS)
-def test_lazy_negation_and_zeros(device, op):
+def test_lazy_negation_and_zeros(device, op, route):
     """tensors that say negated or all zero without holding such data"""
     case = Case((9, 96), op=op)
     inputs = make_inputs(case, device)
@@ -926,6 +1145,93 @@ def test_lazy_negation_and_zeros(device, op):
     assert same_bits(y, fused(case, -inputs.x, -inputs.weight, inputs.bias))
     zeros = torch._efficientzerotensor((9, 96), device=device)
     assert same_bits(fused(case, zeros, weight, inputs.bias), inputs.bias.expand(9, 96))
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_unusual_types_of_arguments(device, op):
+    """numbers and sizes that are not Python's own: as Python's"""
+    numpy = pytest.importorskip("numpy")
+    x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
+    y = OPS[op](x, weight, None, 0.5, normalized_shape=8, weight_offset=1.0)
+    for eps in (numpy.float64(0.5), numpy.float32(0.5), torch.tensor(0.5)):
+        for shape in ([numpy.int64(8)], (True * 8,), torch.Size([8])):
+            if fused_layernorm.backend() == "reference" and not isinstance(shape[0], int):
+                continue
+            for weight_offset in (1, numpy.float32(1)):
+                found = OPS[op](x, weight, None, eps, normalized_shape=shape, weight_offset=weight_offset)
+                torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-6)
+                assert found.requires_grad
+
+
+class Logged(torch.Tensor):
+    """A subclass without a __torch_dispatch__."""
+
+
+@on_devices("op", OPS, devices=("cpu",))
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Converting a tensor to a Python bool")
+def test_what_must_be_pytorch_operations(device, op):
+    """subclasses, dispatch modes, transforms, forward-mode AD and traces see PyTorch operations"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    x, weight = torch.randn(3, 8, dtype=fp64), torch.randn(8, dtype=fp64)
+    norm, torchs = OPS[op], {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[op]
+
+    def same(ours, truth):
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
+
+    y = torchs(x, (8,), weight, eps=1e-5)
+    assert type(norm(x.as_subclass(Logged), weight)) is Logged
+    assert type(norm(x, weight.as_subclass(Logged))) is Logged
+
+    class Mode(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.operations += 1
+            return function(*args, **(kwargs or {}))
+
+    with Mode() as mode:
+        same(norm(x, weight, None, 1e-5), y)
+    assert mode.operations
+
+    def loss(function):
+        return lambda x, weight: function(x, weight).sin().sum()
+
+    ours = loss(lambda x, weight: norm(x, weight, None, 1e-5))
+    truth = loss(lambda x, weight: torchs(x, (8,), weight, eps=1e-5))
+    same(torch.func.grad(ours, argnums=(0, 1))(x, weight), torch.func.grad(truth, argnums=(0, 1))(x, weight))
+    same(torch.func.vmap(lambda x: norm(x, weight, None, 1e-5))(x), y)
+    same(torch.func.jvp(lambda x: norm(x, weight, None, 1e-5), (x,), (x.cos(),)),
+         torch.func.jvp(lambda x: torchs(x, (8,), weight, eps=1e-5), (x,), (x.cos(),)))  # fmt: skip
+    same(torch.func.hessian(ours)(x, weight), torch.func.hessian(truth)(x, weight))
+    with torch.no_grad():  # a trace must hold the norm, not its result
+        traced = torch.jit.trace(lambda x: norm(x, weight, None, 1e-5), x)
+    same(traced(2 * x + 1), torchs(2 * x + 1, (8,), weight, eps=1e-5))
+
+
+@on_devices("case", [Case((6, 50), op=op, weight=weight) for op in OPS for weight in (X, None)], devices=("cpu",))
+def test_compiled_autograd(device, case, route):
+    """compiled autograd (backend aot_eager), in one graph: the same gradients"""
+    inputs = make_inputs(case, device)
+    plain = run_backward(fused, case, inputs)
+    torch.compiler.reset()
+    for wants in (("x", "weight", "bias"), ("x",), ("bias",)):  # one graph each, found again by its key
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            found = run(lambda *arguments: fused(*arguments) * 1, case, inputs, wants)
+        for name, value in found.items():
+            torch.testing.assert_close(value, plain[name])
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_profiler(device, op):
+    """a profile shows the call and its backward"""
+    if not uses_kernels(device):
+        pytest.skip("PyTorch operations have names of their own")
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        OPS[op](x, normalized_shape=8).backward(torch.ones(3, 8))
+    numbers = {event.name: event.sequence_nr for event in profile.events()}
+    assert numbers[f"fused_{op}"] == numbers["FusedNormBackward"]
 
 
 MODULES = {
@@ -989,7 +1295,7 @@ def test_meta_tensors(device, op):
 
 
 @on_devices("op", OPS)
-def test_hidden_size_zero(device, op):
+def test_hidden_size_zero(device, op, route):
     """a hidden size of 0: an empty result, as torch"""
     torch_function = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[op]
     x, weight = torch.randn(3, 0, device=device, requires_grad=True), torch.ones(0, device=device, requires_grad=True)
@@ -1094,7 +1400,7 @@ BAD_CALLS = {  # name: (call(norm, device), exception, what its message must say
 
 @on_devices("op,name", [(op, name) for op in OPS for name in BAD_CALLS])
 @pytest.mark.core
-def test_bad_calls(device, op, name):
+def test_bad_calls(device, op, name, route):
     """bad input: an error of the right type that names the argument"""
     call, exception, message = BAD_CALLS[name]
     with pytest.raises(exception, match=f"(?s){message}"):
@@ -1123,7 +1429,7 @@ def test_mixed_devices(device, op):
 
 
 @on_devices("op", OPS, devices=("cuda",))
-def test_side_stream(device, op):
+def test_side_stream(device, op, route):
     """a side stream: the work runs there, and results are right"""
     case = Case((4096, 1024), op=op)
     inputs = make_inputs(case, device)
@@ -1140,7 +1446,7 @@ def test_side_stream(device, op):
 
 
 @on_devices("op", OPS, devices=("cuda",))
-def test_cuda_graph(device, op):
+def test_cuda_graph(device, op, route):
     """CUDA graph capture and replay of forward and backward"""
     case = Case((256, 1024), op=op, dtype=bf16)
     inputs = make_inputs(case, device)
@@ -1163,7 +1469,7 @@ def test_cuda_graph(device, op):
 
 @on_devices("op", OPS, devices=("cuda",))
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_second_device(device, op):
+def test_second_device(device, op, route):
     """tensors on a device that is not the current one"""
     case = Case((199, 1024), op=op, dtype=bf16)
     inputs = make_inputs(case, "cuda:1")
@@ -1174,7 +1480,7 @@ def test_second_device(device, op):
 
 
 @on_devices("op", OPS, devices=("cuda",))
-def test_no_memory_is_leaked(device, op):
+def test_no_memory_is_leaked(device, op, route):
     """200 training steps allocate and free the same memory"""
     module = MODULES[op][0](1000, device=device)
     x = torch.randn(300, 1000, device=device, requires_grad=True)

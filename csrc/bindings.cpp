@@ -1,17 +1,14 @@
-// From tensors to params structs: checks, allocation, device guard, stream. The only file that knows both torch and
-// the kernels. Built into fused_layernorm_cuda (FUSED_LAYERNORM_WITH_CUDA) or fused_layernorm_cpu.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+// What Python sees: the two directions through pybind11, for NormFunction, and the call of plain eager mode, whose
+// arguments are read by hand: through pybind11 a call without gradients takes half as long again.
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include <limits>
 
-#include "norm_params.h"
+#include "autograd.h"
 
 namespace fused_layernorm {
 namespace {
@@ -20,346 +17,131 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalShape = std::optional<std::vector<int64_t>>;
 
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-constexpr bool kWithCuda = true;
-#else
-constexpr bool kWithCuda = false;
-#endif
-
-DType dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kFloat: return DType::kFloat32;
-    default: return DType::kFloat64;
-  }
+std::pair<Tensor, Tensor> py_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                          const OptionalShape& normalized_shape, double eps, double weight_offset,
+                                          bool is_rms_norm, std::optional<at::ScalarType> out_dtype, bool save_stats) {
+  NormOptions options{{}, eps, weight_offset, is_rms_norm, out_dtype};
+  if (normalized_shape) options.normalized_shape = at::IntArrayRef(*normalized_shape);
+  return norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, save_stats);
 }
 
-bool is_supported(at::ScalarType type) {
-  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+std::tuple<Tensor, Tensor, Tensor> py_norm_backward(const Tensor& grad_output, const Tensor& x,
+                                                    const OptionalTensor& weight, const Tensor& stats,
+                                                    int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
+                                                    bool wants_x, bool wants_weight,
+                                                    std::optional<at::ScalarType> bias_dtype) {
+  NormGradients found = norm_backward(grad_output, x, weight.value_or(Tensor()), stats, normalized_ndim, weight_offset,
+                                      is_rms_norm, wants_x, wants_weight, bias_dtype);
+  return {std::move(found.x), std::move(found.weight), std::move(found.bias)};
 }
 
-at::ScalarType accumulation_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+// ---- plain eager mode ----------------------------------------------------------------------------------------------
 
-const void* data_or_null(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
-
-bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
-
-// ---- checks: the same mistakes and words as fused_layernorm/reference.py -------------------------------------------
-// Messages are put together from strings: a stream in this file would bring in locales, which crash where the compiler
-// links its own libstdc++ beside torch's.
-
-std::string text(at::IntArrayRef shape) {
-  std::string joined;
-  for (const int64_t size : shape) joined += (joined.empty() ? "" : ", ") + std::to_string(size);
-  return joined;
-}
-
-std::string text(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf: return "torch.float16";
-    case at::kBFloat16: return "torch.bfloat16";
-    case at::kFloat: return "torch.float32";
-    case at::kDouble: return "torch.float64";
-    default: return std::string("torch's ") + c10::toString(type);
-  }
-}
-
-void check_dense(const std::string& name, const Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name + " must be a dense (strided) tensor, got a sparse layout");
-}
-
-void check_supported(const std::string& name, at::ScalarType type) {
-  TORCH_CHECK_TYPE(is_supported(type), name + " must be float16, bfloat16, float32 or float64, got " + text(type));
-}
-
-void check_x(const Tensor& x) {
-  check_supported("x", x.scalar_type());
-  check_dense("x", x);
-  TORCH_CHECK(x.is_cpu() || (kWithCuda && x.is_cuda()),
-              std::string("x must be on ") + (kWithCuda ? "cpu or cuda" : "cpu") + ", got " + x.device().str());
-}
-
-void check_parameter(const std::string& name, const OptionalTensor& parameter, const Tensor& x, at::IntArrayRef shape) {
-  if (!parameter) return;
-  const at::ScalarType dtype = x.scalar_type(), given = parameter->scalar_type();
-  TORCH_CHECK(parameter->sizes() == shape, name + " must have the shape of normalized_shape, [" + text(shape) +
-                                               "], got [" + text(parameter->sizes()) + "]");
-  TORCH_CHECK(parameter->device() == x.device(),
-              name + " must be on x's device, " + x.device().str() + ", got " + parameter->device().str());
-  TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
-                   name + " must be of x's dtype, " + text(dtype) + (dtype == at::kDouble ? "" : ", or float32") +
-                       ", got " + text(given));
-  check_dense(name, *parameter);
-}
-
-// How x splits into rows, by the number of its last dimensions that are normalized together.
-struct Extent {
-  int64_t rows = 1;
-  int64_t hidden_size = 1;
+struct WithoutGil {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
 };
 
-Extent extent_of(const Tensor& x, int64_t normalized_ndim) {
-  Extent extent;
-  for (int64_t dim = 0; dim < x.dim(); ++dim)
-    (dim < x.dim() - normalized_ndim ? extent.rows : extent.hidden_size) *= x.size(dim);
-  return extent;
+// A tensor (not of a subclass), or None where that is allowed. A copy: others may change the object without the GIL.
+bool read(PyObject* object, Tensor& tensor, bool may_be_none) {
+  if (object == Py_None) return may_be_none;
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = THPVariable_Unpack(object);
+  return true;
 }
 
-// ---- layout --------------------------------------------------------------------------------------------------------
-
-// Tensors that say "negated" or "all zero" without holding such data in memory get it.
-Tensor materialized(const Tensor& tensor) {
-  if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options());
-  return tensor.resolve_neg();
+bool read(PyObject* object, double& number) {
+  if (!PyFloat_Check(object) && !PyLong_Check(object)) return false;
+  number = PyFloat_AsDouble(object);
+  return !(number == -1.0 && PyErr_Occurred());
 }
 
-// The strides of x's rows if kernels can read x as it lies: elements of a row adjacent, and the leading dimensions
-// fold into at most two levels. Dimensions of size 1 have no stride worth looking at.
-std::optional<RowStrides> row_strides_of(const Tensor& x, int64_t normalized_ndim, const Extent& extent) {
-  int64_t expected = 1;
-  const int64_t leading = x.dim() - normalized_ndim;
-  for (int64_t dim = x.dim() - 1; dim >= leading; --dim) {
-    if (x.size(dim) == 1) continue;
-    if (x.stride(dim) != expected) return std::nullopt;
-    expected *= x.size(dim);
-  }
-  // Levels from the innermost outwards: a dimension joins a level when it continues that level's even spacing.
-  int64_t sizes[2] = {1, 1}, strides[2] = {extent.hidden_size, 0};
-  int level = -1;
-  for (int64_t dim = leading - 1; dim >= 0; --dim) {
-    if (x.size(dim) == 1) continue;
-    if (level >= 0 && x.stride(dim) == strides[level] * sizes[level]) {
-      sizes[level] *= x.size(dim);
-    } else {
-      if (++level == 2) return std::nullopt;
-      sizes[level] = x.size(dim);
-      strides[level] = x.stride(dim);
+bool read(PyObject* object, c10::SmallVector<int64_t, 4>& shape) {
+  const auto append = [&](PyObject* size) {
+    if (!PyLong_Check(size)) return false;
+    shape.push_back(PyLong_AsLongLong(size));
+    return shape.back() != -1;  // no size, and what an error returns
+  };
+  if (!PyTuple_Check(object) && !PyList_Check(object)) return append(object);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i)
+    if (!append(PySequence_Fast_GET_ITEM(object, i))) return false;
+  return true;
+}
+
+// The arguments of py_norm, in their order.
+struct Call {
+  Tensor x, weight, bias;
+  c10::SmallVector<int64_t, 4> shape;
+  NormOptions options{};
+
+  // False where an argument is of a type that is not expected; a Python error may then be set.
+  bool read_from(PyObject* const* arguments) {
+    if (!read(arguments[0], x, false) || !read(arguments[1], weight, true) || !read(arguments[2], bias, true))
+      return false;
+    if (arguments[3] != Py_None) {
+      if (!read(arguments[3], shape)) return false;
+      options.normalized_shape = shape;
     }
-  }
-  if (level == 1 && extent.rows >= (int64_t{1} << 31)) return std::nullopt;
-  return RowStrides{sizes[0], strides[0], strides[1]};
-}
-
-// x itself where the kernels can read its rows in place, else a contiguous copy.
-struct RowView {
-  Tensor tensor;
-  RowStrides strides;
-
-  RowView(const Tensor& x, int64_t normalized_ndim, const Extent& extent) : tensor(materialized(x)) {
-    if (auto found = row_strides_of(tensor, normalized_ndim, extent)) {
-      strides = *found;
-    } else {
-      tensor = tensor.contiguous();
-      strides = RowStrides{extent.rows, extent.hidden_size, 0};
+    options.is_rms_norm = arguments[6] == Py_True;
+    if (arguments[4] == Py_None && options.is_rms_norm) {
+      options.eps = accumulation_type(x.scalar_type()) == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                                      : std::numeric_limits<float>::epsilon();
+    } else if (!read(arguments[4], options.eps)) {
+      return false;
     }
+    if (!read(arguments[5], options.weight_offset)) return false;
+    if (arguments[7] == Py_None) return true;
+    if (!THPDtype_Check(arguments[7])) return false;
+    options.out_dtype = reinterpret_cast<THPDtype*>(arguments[7])->scalar_type;
+    return true;
   }
 };
 
-// A parameter as the kernels read it: contiguous, 16-byte aligned, of the given dtype. Copies only where it must.
-OptionalTensor ready_parameter(const OptionalTensor& parameter, at::ScalarType dtype) {
-  if (!parameter) return parameter;
-  Tensor ready = materialized(*parameter).to(dtype).contiguous();
-  return is_aligned16(ready) ? ready : ready.clone();
+// norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype) -> y; NotImplemented where the
+// kernels cannot take the tensors, or an argument is of a type that is not expected.
+PyObject* py_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 8, "norm takes 8 arguments");
+  Call call;
+  if (!call.read_from(arguments) || !takes_kernel({call.x, call.weight, call.bias})) {
+    PyErr_Clear();
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  Tensor y;
+  {
+    const WithoutGil without_gil;
+    y = norm(call.x, call.weight, call.bias, call.options);
+  }
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
 }
 
-// ---- launches ------------------------------------------------------------------------------------------------------
-
-void launch(const NormForwardParams& params, const Tensor& x) {
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-  if (x.is_cuda()) {
-    C10_CUDA_CHECK(
-        static_cast<cudaError_t>(launch_norm_forward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
-    return;
-  }
-#endif
-  (void)x;
-  launch_norm_forward_cpu(params);
+// takes_kernel(x, weight, bias) -> bool; False for what is not a tensor, or of a subclass.
+PyObject* py_takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "takes_kernel takes 3 arguments");
+  Tensor x, weight, bias;
+  return PyBool_FromLong(read(arguments[0], x, false) && read(arguments[1], weight, true) &&
+                         read(arguments[2], bias, true) && takes_kernel({x, weight, bias}));
+  END_HANDLE_TH_ERRORS
 }
 
-void launch(NormBackwardParams& params, const Tensor& x) {
-  int64_t workspace_bytes = 0;
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-  if (x.is_cuda()) workspace_bytes = norm_backward_workspace_cuda(params);
-#endif
-  if (x.is_cpu()) workspace_bytes = norm_backward_workspace_cpu(params);
-  Tensor workspace;
-  if (workspace_bytes > 0) {
-    workspace = at::empty({workspace_bytes}, x.options().dtype(at::kByte));
-    params.workspace = workspace.mutable_data_ptr();
-  }
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-  if (x.is_cuda()) {
-    C10_CUDA_CHECK(
-        static_cast<cudaError_t>(launch_norm_backward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
-    return;
-  }
-#endif
-  launch_norm_backward_cpu(params);
-}
-
-// Makes x's device current while in scope; costs nothing on the CPU.
-struct DeviceScope {
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-  c10::cuda::OptionalCUDAGuard guard;
-  explicit DeviceScope(const Tensor& x) {
-    if (x.is_cuda()) guard.set_device(x.device());
-  }
-#else
-  explicit DeviceScope(const Tensor&) {}
-#endif
+PyMethodDef methods[] = {
+    {"norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_norm)), METH_FASTCALL, nullptr},
+    {"takes_kernel", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_takes_kernel)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
-
-// ---- the two entry points ------------------------------------------------------------------------------------------
-
-// Returns (y, stats). stats, wanted for backward, holds one row of [rows] values for RMSNorm (rstd) and three for
-// LayerNorm (rstd, mean, mean_tail), in one allocation; undefined when save_stats is false.
-std::tuple<Tensor, OptionalTensor> norm_forward(const Tensor& x, const OptionalTensor& weight,
-                                                const OptionalTensor& bias, const OptionalShape& normalized_shape,
-                                                double eps, double weight_offset, bool is_rms_norm,
-                                                std::optional<at::ScalarType> out_dtype, bool save_stats) {
-  check_x(x);
-  TORCH_CHECK_VALUE(normalized_shape || weight || bias,
-                    "normalized_shape is needed when neither weight nor bias is given");
-  const at::IntArrayRef shape =
-      normalized_shape ? at::IntArrayRef(*normalized_shape) : (weight ? weight->sizes() : bias->sizes());
-  const int64_t normalized_ndim = static_cast<int64_t>(shape.size());
-  TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
-  TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
-              "x must have shape [*, " + text(shape) + "] to match normalized_shape, got [" + text(x.sizes()) + "]");
-  check_parameter("weight", weight, x, shape);
-  check_parameter("bias", bias, x, shape);
-  TORCH_CHECK_VALUE(
-      weight || weight_offset == 0.0,
-      "weight_offset needs a weight to be added to, got weight=None, weight_offset=" + std::to_string(weight_offset));
-  const at::ScalarType y_dtype = out_dtype.value_or(x.scalar_type());
-  check_supported("out_dtype", y_dtype);
-
-  const DeviceScope scope(x);
-  const Extent extent = extent_of(x, normalized_ndim);
-  TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31),
-              "normalized_shape must hold fewer than 2**31 elements, got [" + text(shape) + "]");
-  const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
-  Tensor y = at::empty(x.sizes(), x.options().dtype(y_dtype));
-  OptionalTensor stats;
-  if (save_stats) stats = at::empty({is_rms_norm ? 1 : 3, extent.rows}, x.options().dtype(acc_dtype));
-  if (y.numel() == 0) return {y, stats};
-
-  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing.
-  const bool same_dtype = !weight || !bias || weight->scalar_type() == bias->scalar_type();
-  const at::ScalarType weight_dtype =
-      !same_dtype ? at::kFloat : (weight ? weight->scalar_type() : (bias ? bias->scalar_type() : x.scalar_type()));
-  const OptionalTensor ready_weight = ready_parameter(weight, weight_dtype);
-  const OptionalTensor ready_bias = ready_parameter(bias, weight_dtype);
-  const RowView rows(x, normalized_ndim, extent);
-
-  NormForwardParams params{};
-  params.x = rows.tensor.const_data_ptr();
-  params.weight = data_or_null(ready_weight);
-  params.bias = data_or_null(ready_bias);
-  params.y = y.mutable_data_ptr();
-  if (stats) {
-    char* base = static_cast<char*>(stats->mutable_data_ptr());
-    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats->element_size());
-    params.rstd = base;
-    if (!is_rms_norm) {
-      params.mean = base + row_bytes;
-      params.mean_tail = base + 2 * row_bytes;
-    }
-  }
-  params.x_strides = rows.strides;
-  params.rows = extent.rows;
-  params.hidden_size = extent.hidden_size;
-  params.eps = eps;
-  params.weight_offset = weight_offset;
-  params.x_dtype = dtype_of(x.scalar_type());
-  params.weight_dtype = dtype_of(weight_dtype);
-  params.y_dtype = dtype_of(y_dtype);
-  params.is_rms_norm = is_rms_norm;
-  launch(params, x);
-  return {y, stats};
-}
-
-// Returns (grad_x, grad_weight, grad_bias), each only if wanted: grad_weight with weight's dtype, grad_bias with the
-// dtype given. x, weight and stats are forward's.
-std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> norm_backward(const Tensor& grad_output, const Tensor& x,
-                                                                         const OptionalTensor& weight,
-                                                                         const Tensor& stats, int64_t normalized_ndim,
-                                                                         double weight_offset, bool is_rms_norm,
-                                                                         bool wants_x, bool wants_weight,
-                                                                         std::optional<at::ScalarType> bias_dtype) {
-  check_x(x);
-  TORCH_CHECK(
-      normalized_ndim >= 1 && normalized_ndim <= x.dim(),
-      "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " + std::to_string(normalized_ndim));
-  TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
-              "grad_output must have x's shape and device, [" + text(x.sizes()) + "] on " + x.device().str() +
-                  ", got [" + text(grad_output.sizes()) + "] on " + grad_output.device().str());
-  check_supported("grad_output", grad_output.scalar_type());
-  check_dense("grad_output", grad_output);
-  const Extent extent = extent_of(x, normalized_ndim);
-  TORCH_CHECK(stats.size(-1) == extent.rows && stats.is_contiguous() && stats.device() == x.device() &&
-                  stats.scalar_type() == accumulation_type(x.scalar_type()),
-              "stats must be what norm_forward returned for this x");
-  wants_weight = wants_weight && weight;
-
-  const DeviceScope scope(x);
-  const at::IntArrayRef shape = x.sizes().slice(x.dim() - normalized_ndim);
-  OptionalTensor grad_x, grad_weight, grad_bias;
-  if (x.numel() == 0) {  // no rows: the sums over rows are 0
-    if (wants_x) grad_x = at::empty(x.sizes(), x.options());
-    if (wants_weight) grad_weight = at::zeros(shape, weight->options());
-    if (bias_dtype) grad_bias = at::zeros(shape, x.options().dtype(*bias_dtype));
-    return {grad_x, grad_weight, grad_bias};
-  }
-
-  // The kernels read grad_output in x's dtype. Where out_dtype made them differ, both are taken to the accumulation
-  // type, at the price of a copy on a rare path.
-  const at::ScalarType kernel_dtype =
-      grad_output.scalar_type() == x.scalar_type() ? x.scalar_type() : accumulation_type(x.scalar_type());
-  const at::ScalarType weight_dtype = !weight || kernel_dtype != x.scalar_type() ? kernel_dtype : weight->scalar_type();
-  const OptionalTensor ready_weight = ready_parameter(weight, weight_dtype);
-  const RowView x_rows(x.to(kernel_dtype), normalized_ndim, extent);
-  const RowView grad_rows(grad_output.to(kernel_dtype), normalized_ndim, extent);
-  if (wants_x) grad_x = at::empty(x.sizes(), x.options().dtype(kernel_dtype));
-  if (wants_weight) grad_weight = at::empty(shape, weight->options());
-  if (bias_dtype) grad_bias = at::empty(shape, x.options().dtype(*bias_dtype));
-  if (!grad_x && !grad_weight && !grad_bias) return {grad_x, grad_weight, grad_bias};
-
-  NormBackwardParams params{};
-  params.grad_output = grad_rows.tensor.const_data_ptr();
-  params.x = x_rows.tensor.const_data_ptr();
-  params.weight = data_or_null(ready_weight);
-  const char* base = static_cast<const char*>(stats.const_data_ptr());
-  const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
-  params.rstd = base;
-  if (!is_rms_norm) {
-    params.mean = base + row_bytes;
-    params.mean_tail = base + 2 * row_bytes;
-  }
-  params.grad_input = grad_x ? grad_x->mutable_data_ptr() : nullptr;
-  params.grad_weight = grad_weight ? grad_weight->mutable_data_ptr() : nullptr;
-  params.grad_bias = grad_bias ? grad_bias->mutable_data_ptr() : nullptr;
-  params.grad_output_strides = grad_rows.strides;
-  params.x_strides = x_rows.strides;
-  params.rows = extent.rows;
-  params.hidden_size = extent.hidden_size;
-  params.weight_offset = weight_offset;
-  params.x_dtype = dtype_of(kernel_dtype);
-  params.weight_dtype = dtype_of(weight_dtype);
-  params.grad_weight_dtype = dtype_of(weight ? weight->scalar_type() : kernel_dtype);
-  params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
-  params.is_rms_norm = is_rms_norm;
-  launch(params, x);
-  if (grad_x && kernel_dtype != x.scalar_type()) grad_x = grad_x->to(x.scalar_type());
-  return {grad_x, grad_weight, grad_bias};
-}
 
 }  // namespace
 }  // namespace fused_layernorm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace fln = fused_layernorm;
-  module.def("norm_forward", &fln::norm_forward, py::call_guard<py::gil_scoped_release>());
-  module.def("norm_backward", &fln::norm_backward, py::call_guard<py::gil_scoped_release>());
+  module.def("norm_forward", &fln::py_norm_forward, py::call_guard<py::gil_scoped_release>());
+  module.def("norm_backward", &fln::py_norm_backward, py::call_guard<py::gil_scoped_release>());
+  module.def("set_differentiable_backward",
+             [](py::function function) { fln::set_differentiable_backward(function.ptr()); });
+  module.def("take_no_cuda_tensors", &fln::take_no_cuda_tensors);
+  if (PyModule_AddFunctions(module.ptr(), fln::methods) != 0) throw py::error_already_set();
+  fln::name_node_in_python();
 }

@@ -120,11 +120,28 @@ def _complain(problem: str, consequence: str, strict: bool) -> None:
 _choice = os.environ.get("FUSED_LAYERNORM_BACKEND", "").strip().lower() or "auto"
 extension, backend, reason, build_info, problem = _load(_choice, os.environ.get("FUSED_LAYERNORM_STRICT") == "1")
 
-# Bound directly: a Python wrapper would cost host time on every call.
-norm_forward = extension.norm_forward if extension else None
-norm_backward = extension.norm_backward if extension else None
-
 _KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]
+
+# Bound directly: a Python wrapper would cost host time on every call.
+if extension:
+    norm, takes_kernel = extension.norm, extension.takes_kernel
+    norm_forward, norm_backward = extension.norm_forward, extension.norm_backward
+    set_differentiable_backward = extension.set_differentiable_backward
+    if "cuda" not in _KERNEL_DEVICES:
+        extension.take_no_cuda_tensors()
+else:
+    norm_forward = norm_backward = None
+
+    def norm(*arguments):
+        return NotImplemented
+
+    def takes_kernel(x, weight, bias) -> bool:
+        return False
+
+    def set_differentiable_backward(function) -> None:
+        pass
+
+
 _may_warn = problem is None and _choice == "auto"  # a problem was told at import; a choice by hand is known
 
 

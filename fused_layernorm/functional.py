@@ -1,4 +1,9 @@
-"""LayerNorm and RMSNorm as functions: the public calls, the choice of path, and the one autograd.Function."""
+"""LayerNorm and RMSNorm as functions: the public calls, the choice of path, and the one autograd.Function.
+
+Three paths. Plain eager mode: one call into the extension, which has its own autograd node (csrc/autograd.cpp). What
+that call hands back, for an argument of a type it does not read: NormFunction, on the same kernels. Where the kernels
+cannot run (torch.compile, torch.func, forward-mode AD, subclasses, modes, tracers, no extension): PyTorch operations.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from . import _ops, reference
 
@@ -53,6 +58,10 @@ def fused_layer_norm(
         RuntimeError: shapes or devices that do not match.
         ValueError: no `normalized_shape` to be had, or `weight_offset` without weight.
     """
+    if not is_dynamo_compiling():
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype)
+        if y is not NotImplemented:
+            return y
     return _norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype)
 
 
@@ -76,50 +85,48 @@ def fused_rms_norm(
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
+    if not is_dynamo_compiling():
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype)
+        if y is not NotImplemented:
+            return y
     if eps is None and isinstance(x, Tensor):
         eps = torch.finfo(reference.accumulation_dtype(x.dtype)).eps
     return _norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype)
 
 
 def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype):
+    """The calls that are not plain eager mode."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     if not _takes_kernel(x, weight, bias):
         shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
         return reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, out_dtype)
     try:
-        if torch.is_grad_enabled() and (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-        ):
-            return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
-        y, _ = _ops.norm_forward(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, False)
-        return y
+        return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
     except TypeError:  # pybind11 lists every argument; say which one is wrong
         reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
         raise
 
 
 def _takes_kernel(x, weight, bias) -> bool:
-    """Whether the compiled kernels may be called directly, or the call must go through PyTorch operations."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """Whether the kernels may be called, or the call must be made of PyTorch operations."""
+    if torch.compiler.is_compiling():
         return False
-    # A subclass may have no data or intercept operations; the reference's checks name an argument of a wrong type.
-    if not (
-        type(x) in _PLAIN_TYPES
-        and (weight is None or type(weight) in _PLAIN_TYPES)
-        and (bias is None or type(bias) in _PLAIN_TYPES)
-    ):
-        return False
-    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
-        return False
-    device_type = x.device.type
-    if _ops.has_kernels_for(device_type):
+    if _ops.takes_kernel(x, weight, bias):
         return True
-    if device_type in ("cpu", "cuda"):
-        _ops.warn_reference(device_type)
+    if type(x) in _PLAIN_TYPES and x.device.type in ("cpu", "cuda") and not _ops.has_kernels_for(x.device.type):
+        _ops.warn_reference(x.device.type)
     return False
+
+
+def _differentiable_backward(grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype):
+    """Gradients of x, weight and bias by PyTorch operations, for both autograd nodes: under create_graph, and for
+    tensors that the kernels cannot take."""
+    shape = x.shape[x.dim() - normalized_ndim :]
+    return reference.norm_backward(grad_output, x, weight, shape, eps, weight_offset, is_rms_norm, bias_dtype)
+
+
+_ops.set_differentiable_backward(_differentiable_backward)
 
 
 class NormFunction(torch.autograd.Function):
@@ -131,24 +138,27 @@ class NormFunction(torch.autograd.Function):
             x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, True
         )
         ctx.save_for_backward(x, weight, stats)
-        ctx.normalized_shape = normalized_shape or (bias if weight is None else weight).shape
+        ctx.set_materialize_grads(False)
+        ctx.normalized_ndim = len(normalized_shape or (bias if weight is None else weight).shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.eps, ctx.weight_offset, ctx.is_rms_norm = eps, weight_offset, is_rms_norm
         return y
 
     @staticmethod
     def backward(ctx, grad_output):
+        if grad_output is None:
+            return (None,) * 8
         x, weight, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         bias_dtype = ctx.bias_dtype if wants_bias else None
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable themselves
-            grad_x, grad_weight, grad_bias = reference.norm_backward(
-                grad_output, x, weight, ctx.normalized_shape, ctx.eps, ctx.weight_offset, ctx.is_rms_norm, bias_dtype
+        if torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
+            grad_x, grad_weight, grad_bias = _differentiable_backward(
+                grad_output, x, weight, ctx.normalized_ndim, ctx.eps, ctx.weight_offset, ctx.is_rms_norm, bias_dtype
             )
             grad_x, grad_weight = grad_x if wants_x else None, grad_weight if wants_weight else None
         else:
             grad_x, grad_weight, grad_bias = _ops.norm_backward(
-                grad_output, x, weight, stats, len(ctx.normalized_shape), ctx.weight_offset, ctx.is_rms_norm,
+                grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
                 wants_x, wants_weight, bias_dtype,
             )  # fmt: skip
         return grad_x, grad_weight, grad_bias, None, None, None, None, None

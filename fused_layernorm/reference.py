@@ -27,7 +27,7 @@ def check_norm_arguments(
     weight_offset: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, ...]:
-    """Raise as csrc/bindings.cpp does for arguments no norm can take; return normalized_shape as a tuple."""
+    """Raise as csrc/norm_ops.cpp does for arguments no norm can take; return normalized_shape as a tuple."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
@@ -38,8 +38,8 @@ def check_norm_arguments(
         given = weight if weight is not None else bias
         if given is None:
             raise ValueError("normalized_shape is needed when neither weight nor bias is given")
-        normalized_shape = given.shape
-    if isinstance(normalized_shape, str) or not all(isinstance(size, (int, torch.SymInt)) for size in normalized_shape):
+        normalized_shape = given.shape  # its sizes are tensors under torch.jit.trace
+    elif isinstance(normalized_shape, str) or not all(isinstance(n, (int, torch.SymInt)) for n in normalized_shape):
         raise TypeError(f"normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
     normalized_shape = tuple(normalized_shape)
     if not normalized_shape:

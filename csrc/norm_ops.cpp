@@ -1,0 +1,371 @@
+// From tensors to params structs: checks, allocation, device guard, stream. The only file that knows both torch and
+// the kernels. Built into fused_layernorm_cuda (FUSED_LAYERNORM_WITH_CUDA) or fused_layernorm_cpu.
+//
+// Small norms wait for this file, not for their kernel: the usual call passes through no dispatcher (an operation of
+// at:: takes as long as all the checks together) and copies no tensor.
+#include "norm_ops.h"
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include "norm_params.h"
+
+namespace fused_layernorm {
+
+using at::Tensor;
+
+at::ScalarType accumulation_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+namespace {
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return DType::kFloat16;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kFloat: return DType::kFloat32;
+    default: return DType::kFloat64;
+  }
+}
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+}
+
+const void* data_or_null(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+
+bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+// ---- checks: the same mistakes and words as fused_layernorm/reference.py -------------------------------------------
+// Messages are put together from strings: a stream in this file would bring in locales, which crash where the compiler
+// links its own libstdc++ beside torch's.
+
+std::string text(at::IntArrayRef shape) {
+  std::string joined;
+  for (const int64_t size : shape) joined += (joined.empty() ? "" : ", ") + std::to_string(size);
+  return joined;
+}
+
+std::string text(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return "torch.float16";
+    case at::kBFloat16: return "torch.bfloat16";
+    case at::kFloat: return "torch.float32";
+    case at::kDouble: return "torch.float64";
+    default: return std::string("torch's ") + c10::toString(type);
+  }
+}
+
+void check_dense(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided,
+                   std::string(name) + " must be a dense (strided) tensor, got a sparse layout");
+}
+
+void check_supported(const char* name, at::ScalarType type) {
+  TORCH_CHECK_TYPE(is_supported(type),
+                   std::string(name) + " must be float16, bfloat16, float32 or float64, got " + text(type));
+}
+
+void check_x(const Tensor& x) {
+  check_supported("x", x.scalar_type());
+  check_dense("x", x);
+  TORCH_CHECK(x.is_cpu() || (kWithCuda && x.is_cuda()),
+              std::string("x must be on ") + (kWithCuda ? "cpu or cuda" : "cpu") + ", got " + x.device().str());
+}
+
+void check_parameter(const char* name, const Tensor& parameter, const Tensor& x, at::IntArrayRef shape) {
+  if (!parameter.defined()) return;
+  const at::ScalarType dtype = x.scalar_type(), given = parameter.scalar_type();
+  TORCH_CHECK(parameter.sizes() == shape, std::string(name) + " must have the shape of normalized_shape, [" +
+                                              text(shape) + "], got [" + text(parameter.sizes()) + "]");
+  TORCH_CHECK(parameter.device() == x.device(),
+              std::string(name) + " must be on x's device, " + x.device().str() + ", got " + parameter.device().str());
+  TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
+                   std::string(name) + " must be of x's dtype, " + text(dtype) +
+                       (dtype == at::kDouble ? "" : ", or float32") + ", got " + text(given));
+  check_dense(name, parameter);
+}
+
+// How x splits into rows, by the number of its last dimensions that are normalized together.
+struct Extent {
+  int64_t rows = 1;
+  int64_t hidden_size = 1;
+};
+
+Extent extent_of(const Tensor& x, int64_t normalized_ndim) {
+  Extent extent;
+  for (int64_t dim = 0; dim < x.dim(); ++dim)
+    (dim < x.dim() - normalized_ndim ? extent.rows : extent.hidden_size) *= x.size(dim);
+  return extent;
+}
+
+// ---- memory and layout ---------------------------------------------------------------------------------------------
+
+// Uninitialized memory on `like`'s device, which is current. As at::empty, past the dispatcher.
+Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
+  if (at::globalContext().deterministicAlgorithms()) {  // in which mode at::empty may fill what it returns
+    return at::empty(sizes, like.options().dtype(dtype));
+  }
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (like.is_cuda()) {
+    constexpr c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+    return at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(), keys, dtype, std::nullopt);
+  }
+#endif
+  return at::detail::empty_cpu(sizes, dtype);
+}
+
+// Tensors that say "negated" or "all zero" without holding such data in memory get it.
+Tensor materialized(const Tensor& tensor) {
+  if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options());
+  return tensor.is_neg() ? tensor.resolve_neg() : tensor;
+}
+
+Tensor of_dtype(const Tensor& tensor, at::ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
+}
+
+// The strides of x's rows if kernels can read x as it lies: elements of a row adjacent, and the leading dimensions
+// fold into at most two levels. Dimensions of size 1 have no stride worth looking at.
+std::optional<RowStrides> row_strides_of(const Tensor& x, int64_t normalized_ndim, const Extent& extent) {
+  int64_t expected = 1;
+  const int64_t leading = x.dim() - normalized_ndim;
+  for (int64_t dim = x.dim() - 1; dim >= leading; --dim) {
+    if (x.size(dim) == 1) continue;
+    if (x.stride(dim) != expected) return std::nullopt;
+    expected *= x.size(dim);
+  }
+  // Levels from the innermost outwards: a dimension joins a level when it continues that level's even spacing.
+  int64_t sizes[2] = {1, 1}, strides[2] = {extent.hidden_size, 0};
+  int level = -1;
+  for (int64_t dim = leading - 1; dim >= 0; --dim) {
+    if (x.size(dim) == 1) continue;
+    if (level >= 0 && x.stride(dim) == strides[level] * sizes[level]) {
+      sizes[level] *= x.size(dim);
+    } else {
+      if (++level == 2) return std::nullopt;
+      sizes[level] = x.size(dim);
+      strides[level] = x.stride(dim);
+    }
+  }
+  if (level == 1 && extent.rows >= (int64_t{1} << 31)) return std::nullopt;
+  return RowStrides{sizes[0], strides[0], strides[1]};
+}
+
+// x itself where the kernels can read its rows in place, else a contiguous copy.
+struct RowView {
+  Tensor tensor;
+  RowStrides strides;
+
+  RowView(const Tensor& x, int64_t normalized_ndim, const Extent& extent) : tensor(materialized(x)) {
+    if (auto found = row_strides_of(tensor, normalized_ndim, extent)) {
+      strides = *found;
+    } else {
+      tensor = tensor.contiguous();
+      strides = RowStrides{extent.rows, extent.hidden_size, 0};
+    }
+  }
+};
+
+// A parameter as the kernels read it: contiguous, 16-byte aligned, of the given dtype. Copies only where it must.
+Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
+  if (!parameter.defined()) return parameter;
+  Tensor ready = of_dtype(materialized(parameter), dtype).contiguous();
+  return is_aligned16(ready) ? ready : ready.clone();
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+void launch(const NormForwardParams& params, const Tensor& x) {
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (x.is_cuda()) {
+    C10_CUDA_CHECK(
+        static_cast<cudaError_t>(launch_norm_forward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+    return;
+  }
+#endif
+  (void)x;
+  launch_norm_forward_cpu(params);
+}
+
+void launch(NormBackwardParams& params, const Tensor& x) {
+  int64_t workspace_bytes = 0;
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (x.is_cuda()) workspace_bytes = norm_backward_workspace_cuda(params);
+#endif
+  if (x.is_cpu()) workspace_bytes = norm_backward_workspace_cpu(params);
+  Tensor workspace;
+  if (workspace_bytes > 0) {
+    workspace = empty({workspace_bytes}, at::kByte, x);
+    params.workspace = workspace.mutable_data_ptr();
+  }
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (x.is_cuda()) {
+    C10_CUDA_CHECK(
+        static_cast<cudaError_t>(launch_norm_backward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+    return;
+  }
+#endif
+  launch_norm_backward_cpu(params);
+}
+
+// Makes x's device current while in scope; costs nothing on the CPU, and next to nothing where it is current.
+struct DeviceScope {
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  c10::cuda::OptionalCUDAGuard guard;
+  explicit DeviceScope(const Tensor& x) {
+    if (x.is_cuda() && x.get_device() != c10::cuda::current_device()) guard.set_device(x.device());
+  }
+#else
+  explicit DeviceScope(const Tensor&) {}
+#endif
+};
+
+}  // namespace
+
+// ---- the two entry points ------------------------------------------------------------------------------------------
+
+std::pair<Tensor, Tensor> norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                       const NormOptions& options, bool save_stats) {
+  check_x(x);
+  TORCH_CHECK_VALUE(options.normalized_shape || weight.defined() || bias.defined(),
+                    "normalized_shape is needed when neither weight nor bias is given");
+  const at::IntArrayRef shape =
+      options.normalized_shape ? *options.normalized_shape : (weight.defined() ? weight.sizes() : bias.sizes());
+  const int64_t normalized_ndim = static_cast<int64_t>(shape.size());
+  TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
+  TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
+              "x must have shape [*, " + text(shape) + "] to match normalized_shape, got [" + text(x.sizes()) + "]");
+  check_parameter("weight", weight, x, shape);
+  check_parameter("bias", bias, x, shape);
+  TORCH_CHECK_VALUE(weight.defined() || options.weight_offset == 0.0,
+                    "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
+                        std::to_string(options.weight_offset));
+  const at::ScalarType y_dtype = options.out_dtype.value_or(x.scalar_type());
+  check_supported("out_dtype", y_dtype);
+
+  const DeviceScope scope(x);
+  const Extent extent = extent_of(x, normalized_ndim);
+  TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31),
+              "normalized_shape must hold fewer than 2**31 elements, got [" + text(shape) + "]");
+  const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
+  Tensor y = empty(x.sizes(), y_dtype, x), stats;
+  if (save_stats) stats = empty({options.is_rms_norm ? 1 : 3, extent.rows}, acc_dtype, x);
+  if (y.numel() == 0) return {std::move(y), std::move(stats)};
+
+  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing.
+  const bool same_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
+  const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
+  const at::ScalarType weight_dtype = same_dtype ? like.scalar_type() : at::kFloat;
+  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
+  const RowView rows(x, normalized_ndim, extent);
+
+  NormForwardParams params{};
+  params.x = rows.tensor.const_data_ptr();
+  params.weight = data_or_null(ready_weight);
+  params.bias = data_or_null(ready_bias);
+  params.y = y.mutable_data_ptr();
+  if (save_stats) {
+    char* base = static_cast<char*>(stats.mutable_data_ptr());
+    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
+    params.rstd = base;
+    if (!options.is_rms_norm) {
+      params.mean = base + row_bytes;
+      params.mean_tail = base + 2 * row_bytes;
+    }
+  }
+  params.x_strides = rows.strides;
+  params.rows = extent.rows;
+  params.hidden_size = extent.hidden_size;
+  params.eps = options.eps;
+  params.weight_offset = options.weight_offset;
+  params.x_dtype = dtype_of(x.scalar_type());
+  params.weight_dtype = dtype_of(weight_dtype);
+  params.y_dtype = dtype_of(y_dtype);
+  params.is_rms_norm = options.is_rms_norm;
+  launch(params, x);
+  return {std::move(y), std::move(stats)};
+}
+
+NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
+                            int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
+                            bool wants_weight, std::optional<at::ScalarType> bias_dtype) {
+  check_x(x);
+  TORCH_CHECK(
+      normalized_ndim >= 1 && normalized_ndim <= x.dim(),
+      "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " + std::to_string(normalized_ndim));
+  TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
+              "grad_output must have x's shape and device, [" + text(x.sizes()) + "] on " + x.device().str() +
+                  ", got [" + text(grad_output.sizes()) + "] on " + grad_output.device().str());
+  check_supported("grad_output", grad_output.scalar_type());
+  check_dense("grad_output", grad_output);
+  const Extent extent = extent_of(x, normalized_ndim);
+  TORCH_CHECK(stats.size(-1) == extent.rows && stats.is_contiguous() && stats.device() == x.device() &&
+                  stats.scalar_type() == accumulation_type(x.scalar_type()),
+              "stats must be what norm_forward returned for this x");
+  wants_weight = wants_weight && weight.defined();
+
+  const DeviceScope scope(x);
+  const at::IntArrayRef shape = x.sizes().slice(x.dim() - normalized_ndim);
+  NormGradients gradients;
+  if (x.numel() == 0) {  // no rows: the sums over rows are 0
+    if (wants_x) gradients.x = empty(x.sizes(), x.scalar_type(), x);
+    if (wants_weight) gradients.weight = at::zeros(shape, weight.options());
+    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(*bias_dtype));
+    return gradients;
+  }
+
+  // The kernels read grad_output in x's dtype. Where out_dtype made them differ, both are taken to the accumulation
+  // type, at the price of a copy on a rare path.
+  const at::ScalarType kernel_dtype =
+      grad_output.scalar_type() == x.scalar_type() ? x.scalar_type() : accumulation_type(x.scalar_type());
+  const at::ScalarType weight_dtype =
+      !weight.defined() || kernel_dtype != x.scalar_type() ? kernel_dtype : weight.scalar_type();
+  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  const RowView x_rows(of_dtype(x, kernel_dtype), normalized_ndim, extent);
+  const RowView grad_rows(of_dtype(grad_output, kernel_dtype), normalized_ndim, extent);
+  if (wants_x) gradients.x = empty(x.sizes(), kernel_dtype, x);
+  if (wants_weight) gradients.weight = empty(shape, weight.scalar_type(), x);
+  if (bias_dtype) gradients.bias = empty(shape, *bias_dtype, x);
+  if (!wants_x && !wants_weight && !bias_dtype) return gradients;
+
+  NormBackwardParams params{};
+  params.grad_output = grad_rows.tensor.const_data_ptr();
+  params.x = x_rows.tensor.const_data_ptr();
+  params.weight = data_or_null(ready_weight);
+  const char* base = static_cast<const char*>(stats.const_data_ptr());
+  const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
+  params.rstd = base;
+  if (!is_rms_norm) {
+    params.mean = base + row_bytes;
+    params.mean_tail = base + 2 * row_bytes;
+  }
+  params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
+  params.grad_weight = wants_weight ? gradients.weight.mutable_data_ptr() : nullptr;
+  params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
+  params.grad_output_strides = grad_rows.strides;
+  params.x_strides = x_rows.strides;
+  params.rows = extent.rows;
+  params.hidden_size = extent.hidden_size;
+  params.weight_offset = weight_offset;
+  params.x_dtype = dtype_of(kernel_dtype);
+  params.weight_dtype = dtype_of(weight_dtype);
+  params.grad_weight_dtype = dtype_of(weight.defined() ? weight.scalar_type() : kernel_dtype);
+  params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
+  params.is_rms_norm = is_rms_norm;
+  launch(params, x);
+  if (wants_x) gradients.x = of_dtype(gradients.x, x.scalar_type());
+  return gradients;
+}
+
+}  // namespace fused_layernorm
