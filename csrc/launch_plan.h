@@ -67,6 +67,10 @@ constexpr int forward_blocks_per_sm(DType x_dtype) {
   return threads / kForwardThreads<Plan>;
 }
 
+// Up to so many blocks forward loads weight and bias before it needs them: all of them run at once, and how many fit an
+// SM does not matter.
+constexpr int64_t kEagerBlocks = 512;
+
 // Whether 16-bit elements are widened anew for each pass over the registers, rather than kept widened: two operations
 // an element more, half the registers.
 template <typename Plan>
@@ -145,6 +149,7 @@ constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer row
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 
 constexpr int kFinalizeColumns = 32;
-constexpr int kFinalizeRows = 32;  // partial rows summed side by side
+constexpr int kFinalizeRows = 32;  // partial rows summed side by side, or 4 where there are few
+constexpr int kFewPartials = 40;   // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
 
 }  // namespace fused_layernorm

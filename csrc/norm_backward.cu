@@ -33,11 +33,14 @@ struct SavedStats {
   T rstd, mean, mean_tail;
 };
 
-template <typename T>
+// 16-bit x cannot show the mean's tail, and one load a row less is worth 0.03 of the pass at N = 256 (H200, bf16).
+template <typename scalar_t, typename T = acc_type<scalar_t>>
 __device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& params, int64_t row) {
   const T rstd = __ldg(static_cast<const T*>(params.rstd) + row);
   if (!params.mean) return {rstd, 0, 0};
-  return {rstd, __ldg(static_cast<const T*>(params.mean) + row), __ldg(static_cast<const T*>(params.mean_tail) + row)};
+  const T mean = __ldg(static_cast<const T*>(params.mean) + row);
+  if constexpr (sizeof(scalar_t) == 2) return {rstd, mean, 0};
+  return {rstd, mean, __ldg(static_cast<const T*>(params.mean_tail) + row)};
 }
 
 // The same as it is used: x_hat = (x - mean)*rstd + shift. Not done on loading: the first use of a loaded value waits
@@ -251,6 +254,7 @@ struct RowRing {
         wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
         if (lane == 0) expect_bytes(full + 8 * stage, total);
         __syncwarp();
+#pragma unroll 1
         for (int group = lane / 2; group < copies; group += 16) {
           const char* source = source_of(group);
           const unsigned past = past_of(source);
@@ -364,6 +368,8 @@ struct SumExchange {
           init_barrier(shared_address(shared.ready[0]) + 8 * i, blocks > 1 ? 1 : kWarps);
         fence_barrier_init();
       }
+      for (int i = threadIdx.x; Plan::kClusters && i < kRows * kSlots * kCluster * kWarps; i += blockDim.x)
+        shared.sums[0][0][i] = Pair<T>{0, 0};
     }
   }
 
@@ -389,13 +395,20 @@ struct SumExchange {
     const int slot = turn % kSlots;
     wait_barrier(ready + 8 * slot, turn / kSlots % 2);
     const Pair<T>* shared = sums + slot * kCluster * kWarps;
-    if (!Plan::kClusters || blocks == 1) return sum_of_warps<kWarps>(shared);
-    Pair<T> sum{0, 0};
-    for (int index = threadIdx.x % 32; index < blocks * kWarps; index += 32) {
-      sum.first += shared[index].first;
-      sum.second += shared[index].second;
+    if constexpr (!Plan::kClusters) {
+      return sum_of_warps<kWarps>(shared);
+    } else {
+      constexpr int kSums = kCluster * kWarps;  // those of blocks that are not there are 0
+      constexpr int kLanes = kSums < 32 ? kSums : 32;
+      Pair<T> sum{0, 0};
+#pragma unroll
+      for (int index = 0; index < kSums; index += kLanes) {
+        const Pair<T> here = shared[index + threadIdx.x % kLanes];
+        sum.first += here.first;
+        sum.second += here.second;
+      }
+      return {Row::template lanes_sum<kLanes>(sum.first), Row::template lanes_sum<kLanes>(sum.second)};
     }
-    return {Row::template lanes_sum<32>(sum.first), Row::template lanes_sum<32>(sum.second)};
   }
 };
 
@@ -442,7 +455,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     ring.bring_first(params, slice, group, rank);
     int64_t row = slice.first_row + group;
     SavedStats<acc_t> stats_next{};
-    if (row < params.rows) stats_next = load_stats<acc_t>(params, row);
+    if (row < params.rows) stats_next = load_stats<scalar_t>(params, row);
     scalar_t* grad_input =
         static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + slice.first_col + rank * kVec;
 
@@ -452,7 +465,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     // last, of 200).
     const auto next_stats = [&] {
       const RowStats<acc_t> stats(stats_next);
-      if (row + slice.row_step < params.rows) stats_next = load_stats<acc_t>(params, row + slice.row_step);
+      if (row + slice.row_step < params.rows) stats_next = load_stats<scalar_t>(params, row + slice.row_step);
       return stats;
     };
     // Which vector of the row a thread reads as its v-th: beyond the slice the row's first, with weight 0, so that no
@@ -490,7 +503,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         unpack(grad_vec(v), grad);
         grad_input_of(values, stats, means, x, grad, weight[v]);
         if constexpr (kAligned) {
-          if (elements_of(v) > 0) store_vec(grad_input + v * kThreads * kVec, values);
+          store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
         } else {
           store_vec_anywhere<scalar_t, kVec, Row::kLanes>(grad_input + v * kThreads * kVec, values, elements_of(v),
                                                           Row::lane_mask());
@@ -618,7 +631,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
   const int rank = Row::rank();
   const int last_tile = static_cast<int>(params.hidden_size - 1) / kTile * kTile;
   const bool whole_vecs = params.hidden_size % kVec == 0;
-  const RowStats<acc_t> stats(load_stats<acc_t>(params, row));
+  const RowStats<acc_t> stats(load_stats<scalar_t>(params, row));
 
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
   const auto load = [&](int tile) {
@@ -680,7 +693,7 @@ __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t inde
 }
 
 // The weight gradients of `lanes` vectors of columns, over rows first_row, first_row + row_step, ... Threads lie
-// `lanes` along a row and kBlock/lanes along the rows; the latter are added up through `scratch`, kBlock*kVec sums.
+// `lanes` along a row and kBlock/lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec sums.
 template <typename scalar_t, int kVec, int kBlock>
 __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& params, int tile, int split, int splits,
                                                     int lanes, bool x_aligned, bool grad_aligned,
@@ -703,7 +716,7 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
     for (int64_t row = first_row + row_lane; row < end_row; row += row_lanes) {
       const scalar_t* x_at = x_column + params.x_strides.offset(row);
       const scalar_t* grad_at = grad_column + params.grad_output_strides.offset(row);
-      const RowStats<acc_t> stats(load_stats<acc_t>(params, row));
+      const RowStats<acc_t> stats(load_stats<scalar_t>(params, row));
       acc_t x[kVec], grad[kVec];
       unpack(x_aligned ? load_vec<scalar_t, kVec>(x_at) : load_vec_anywhere<scalar_t, kVec>(x_at, count), x);
       unpack(grad_aligned ? load_vec<scalar_t, kVec>(grad_at) : load_vec_anywhere<scalar_t, kVec>(grad_at, count), grad);
@@ -715,28 +728,36 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
     }
   }
 
-  // Along the rows: each of the block's columns is summed by one thread, in order
-  const int columns = lanes * kVec;
-  for (int which = 0; which < 2; ++which) {
-    void* gradient = which == 0 ? params.grad_weight : params.grad_bias;
-    if (!gradient) continue;
-    __syncthreads();
+  // Along the rows: first within a warp, then each column of each gradient by one thread, in order
 #pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      scratch[row_lane * columns + lane * kVec + i] = which == 0 ? grad_weight[i] : grad_bias[i];
-    __syncthreads();
-    for (int column = threadIdx.x; column < columns; column += kBlock) {
-      const int64_t at = static_cast<int64_t>(tile) * columns + column;
-      if (at >= params.hidden_size) continue;
-      acc_t sum = 0;
-      for (int lane_of_rows = 0; lane_of_rows < row_lanes; ++lane_of_rows)
-        sum += scratch[lane_of_rows * columns + column];
-      if (splits > 1) {
-        acc_t* partial = static_cast<acc_t*>(params.workspace) + (2 * split + which) * params.hidden_size;
-        partial[at] = sum;
-      } else {
-        store_as(gradient, which == 0 ? params.grad_weight_dtype : params.grad_bias_dtype, at, sum);
-      }
+  for (int i = 0; i < kVec; ++i)
+    for (int offset = lanes; offset < 32; offset *= 2) {
+      grad_weight[i] += __shfl_xor_sync(0xffffffffu, grad_weight[i], offset);
+      grad_bias[i] += __shfl_xor_sync(0xffffffffu, grad_bias[i], offset);
+    }
+  const int columns = lanes * kVec;
+  const int group_threads = max(lanes, 32);
+  const int groups = kBlock / group_threads;
+  if (static_cast<int>(threadIdx.x) % group_threads < lanes) {
+    acc_t* sums = scratch + static_cast<int>(threadIdx.x) / group_threads * 2 * columns + lane * kVec;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      sums[i] = grad_weight[i];
+      sums[columns + i] = grad_bias[i];
+    }
+  }
+  __syncthreads();
+  for (int index = threadIdx.x; index < 2 * columns; index += kBlock) {
+    const bool of_weight = index < columns;
+    const int64_t at = static_cast<int64_t>(tile) * columns + (of_weight ? index : index - columns);
+    void* gradient = of_weight ? params.grad_weight : params.grad_bias;
+    if (!gradient || at >= params.hidden_size) continue;
+    acc_t sum = 0;
+    for (int group = 0; group < groups; ++group) sum += scratch[group * 2 * columns + index];
+    if (splits > 1) {
+      static_cast<acc_t*>(params.workspace)[(2 * split + !of_weight) * params.hidden_size + at] = sum;
+    } else {
+      store_as(gradient, of_weight ? params.grad_weight_dtype : params.grad_bias_dtype, at, sum);
     }
   }
 }
@@ -751,8 +772,9 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
   using Row = RowThreads<Plan::kThreads, kRows>;
   __shared__ union {
     Pair<acc_t> rows[kRows * Row::kWarps];
-    acc_t columns[kBlock * Plan::kVec];
+    acc_t columns[2 * kBlock * Plan::kVec];
   } scratch;
+  wait_for_previous_kernel();
 
   // Columns first: they take longest, and rows fill the gaps they leave
   const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
@@ -771,11 +793,13 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
 
 // ---- finalize ------------------------------------------------------------------------------------------------------
 
-// Adds up `partials` partial sums [grad_weight, grad_bias], in order of the block that left them.
-template <typename acc_t>
-__global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
+// Adds up `partials` partial sums [grad_weight, grad_bias]: kRows threads side by side each take every kRows-th, in
+// order of the block that left them.
+template <typename acc_t, int kRows>
+__global__ void __launch_bounds__(kFinalizeColumns* kRows)
     norm_backward_finalize_kernel(const __grid_constant__ NormBackwardParams params, int partials) {
-  __shared__ acc_t scratch[kFinalizeRows][kFinalizeColumns + 1];
+  __shared__ acc_t scratch[kRows][kFinalizeColumns];
+  wait_for_previous_kernel();
   void* gradient = blockIdx.y == 0 ? params.grad_weight : params.grad_bias;
   if (!gradient) return;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x;
@@ -783,16 +807,15 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
   if (column < params.hidden_size) {
     const acc_t* partial = static_cast<const acc_t*>(params.workspace) + blockIdx.y * params.hidden_size + column;
 #pragma unroll 4
-    for (int index = threadIdx.y; index < partials; index += kFinalizeRows)
+    for (int index = threadIdx.y; index < partials; index += kRows)
       sum += partial[static_cast<int64_t>(index) * 2 * params.hidden_size];
   }
   scratch[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  // Transposed, so that a warp adds up one column
-  sum = RowThreads<kFinalizeRows, kFinalizeColumns>::warp_sum(scratch[threadIdx.x][threadIdx.y]);
-  const int64_t target = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.y;
-  if (threadIdx.x == 0 && target < params.hidden_size)
-    store_as(gradient, blockIdx.y == 0 ? params.grad_weight_dtype : params.grad_bias_dtype, target, sum);
+  if (threadIdx.y > 0 || column >= params.hidden_size) return;
+#pragma unroll
+  for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
+  store_as(gradient, blockIdx.y == 0 ? params.grad_weight_dtype : params.grad_bias_dtype, column, sum);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -938,16 +961,23 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
         if (error != cudaSuccess) return error;
       }
     }
-    if (!launch.fused)
-      norm_backward_split_kernel<scalar_t, weight_t, Plan>
-          <<<static_cast<unsigned>(launch.blocks + launch.row_blocks), kSplitThreads<Plan>, 0, stream>>>(params, launch,
-                                                                                                         inverse_n);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess || launch.partials == 0) return error;
-    const dim3 grid(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2);
-    norm_backward_finalize_kernel<acc_t>
-        <<<grid, dim3(kFinalizeColumns, kFinalizeRows), 0, stream>>>(params, launch.partials);
-    return cudaGetLastError();
+    if (!launch.fused) {
+      const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
+                                   dim3(kSplitThreads<Plan>), stream);
+      const cudaError_t error = cudaLaunchKernelEx(
+          &split.config, norm_backward_split_kernel<scalar_t, weight_t, Plan>, params, launch, inverse_n);
+      if (error != cudaSuccess) return error;
+    }
+    if (launch.partials == 0) return cudaSuccess;
+    const auto finalize = [&](auto rows) {
+      constexpr int kRows = decltype(rows)::value;
+      const OverlappedLaunch sum(
+          dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2),
+          dim3(kFinalizeColumns, kRows), stream);
+      return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<acc_t, kRows>, params, launch.partials);
+    };
+    if (launch.partials <= kFewPartials) return finalize(std::integral_constant<int, 4>{});
+    return finalize(std::integral_constant<int, kFinalizeRows>{});
   });
 }
 

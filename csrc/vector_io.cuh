@@ -207,6 +207,22 @@ __device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]
   }
 }
 
+// The same to 16-byte aligned memory if `wanted`, without a branch.
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void store_vec_if(bool wanted, T* target, const acc_t (&values)[kVec]) {
+  static_assert(kVec * sizeof(T) == 16, "one word a vector");
+  T elements[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
+  uint4 word;
+  memcpy(&word, elements, 16);
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n@wanted st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(
+          static_cast<int>(wanted)),
+      "l"(target), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+      : "memory");
+}
+
 // A vector's first `count` elements to a tensor whose dtype is known at run time only; `offset` in elements. Aligned:
 // as for store_vec; else element by element.
 template <int kVec, typename acc_t>
@@ -290,15 +306,11 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// By the shared address: through a pointer that went through a struct the compiler made generic loads of these.
+// By the shared address: of a pointer that went through a struct the compiler no longer knew that it is one to shared
+// memory.
 __device__ __forceinline__ uint4 load_shared(unsigned address) {
-  uint4 word;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-               : "r"(address));
-  return word;
+  return *static_cast<const uint4*>(__cvta_shared_to_generic(address));
 }
-
 __device__ __forceinline__ void store_shared(unsigned address, uint4 word) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word.x), "r"(word.y), "r"(word.z),
                "r"(word.w)
