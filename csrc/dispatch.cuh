@@ -16,7 +16,7 @@ namespace fused_layernorm {
 // What the launchers know of the current device; asked of the driver once a device.
 struct DeviceFacts {
   int multiprocessors = 0;
-  int max_cluster = 1;  // blocks of a cluster; 1 where the device, or the code compiled for it, has no clusters
+  int max_cluster = 1;   // blocks of a cluster; 1 where the device, or the code compiled for it, has no clusters
   int shared_bytes = 0;  // of shared memory that a block may have
 };
 
@@ -77,8 +77,8 @@ struct ClusterLaunch {
   ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attribute
 };
 
-// A launch that may begin while the kernel before it in the stream still runs (sm_90 and later; elsewhere as usual). The
-// kernel calls wait_for_previous_kernel() before it touches memory: what overlaps is the launch itself, 0.25 us.
+// A launch that may begin while the kernel before it in the stream still runs (sm_90 and later; elsewhere as usual).
+// The kernel calls wait_for_previous_kernel() before it touches memory: what overlaps is the launch itself, 0.25 us.
 struct OverlappedLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};

@@ -37,9 +37,9 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 // decided.
 template <typename scalar_t>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<4, 2, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<32, 2, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<64, 4, 8>, RowPlan<128, 4, 8>, RowPlan<128, 8, 8>, RowPlan<256, 8, 8>,
-                      RowPlan<256, 4, 8, 16>>;
+  using type =
+      Ladder<RowPlan<4, 2, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<32, 2, 8>, RowPlan<32, 4, 8>,
+             RowPlan<64, 4, 8>, RowPlan<128, 4, 8>, RowPlan<128, 8, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
 };
 template <>
 struct ForwardLadder<float> {
@@ -76,6 +76,49 @@ constexpr int64_t kEagerBlocks = 512;
 template <typename Plan>
 constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec > 32;
 
+// ---- forward of long rows: streamed through the shared memory of persistent clusters (sm_90 and later) --------------
+
+// Longer rows are long. At 16384 the register kernel runs bf16 at 0.939 of the copy and the streamed one at 0.913; fp32
+// at 0.753 and 0.941 (H200).
+constexpr bool is_long_row(DType x_dtype, int64_t hidden_size) {
+  if (x_dtype == DType::kFloat64) return false;
+  return hidden_size > (x_dtype == DType::kFloat32 ? 8192 : 16384);
+}
+
+// A block of `threads`, and two warps beside them, holds slices of `vecs` vectors a thread of `depth` rows at once, and
+// writes a row when it has summed `delay` more. Depth and delay are not seen in the bits of a result; the others are.
+// Registers are given to warps in fours: 8 + 2 warps leave 168 a thread, 16 + 2 warps 96.
+template <int threads, int vecs, int vec, int depth, int delay, int max_cluster, int blocks_per_sm = 1>
+struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
+  static constexpr int kDepth = depth;
+  static constexpr int kDelay = delay;
+  static constexpr int kBlocksPerSm = blocks_per_sm;
+};
+
+// H200, LayerNorm, fraction of the copy; Cn: clusters of n, Dn: depth, dn: delay; a prototype of this structure, whose
+// ring kept no row's place within 128 bytes. The register kernel: 0.55 to 0.75.
+//   16-bit: 24576 512 x 4 (C2, D6, d2) 0.904; 32768 512 x 4 (C4, D4, d2) 0.885, 256 x 4, two blocks an SM (C4, D4, d2)
+//   0.901; 65536 512 x 4 (C4, D6, d2) 0.903; 98304 (C8) 0.845; 131072 (C8) 0.914; 262144 (C16) 0.908.
+//   fp32: 16384 256 x 4 (C4, D8, d2) 0.941, 128 x 4 (C8, D10, d4) 0.942; 24576 256 x 8 (C4, D9, d2) 0.871; 32768 256 x
+//   4 (C8, D8, d2) 0.938; 65536 512 x 4 (C8, D4, d1) 0.927, 256 x 4, two blocks an SM (C16, D4, d1) 0.931; 98304 256 x
+//   8 (C16, D6, d2) 0.925; 131072 512 x 4 (C16, D6, d2) 0.920.
+// fp32 weights of 16-bit x take twice the registers: half the threads. Not measured.
+template <typename scalar_t, typename weight_t>
+struct StreamLadder {
+  using type = Ladder<StreamPlan<512, 4, 8, 6, 2, 16>>;
+};
+template <typename scalar_t>
+struct StreamLadder<scalar_t, float> {
+  using type = Ladder<StreamPlan<256, 4, 8, 8, 2, 16>>;
+};
+template <>
+struct StreamLadder<float, float> {
+  using type = Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>>;
+};
+
+template <typename Plan>
+constexpr int kStreamThreads = Plan::kThreads + 64;
+
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 // Strategy "fused": persistent blocks read x and grad_output once and keep the weight gradients in registers.
@@ -89,17 +132,17 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kBlocksPerSm = blocks_per_sm;
   // Finish a row only when the next one is added up: where the sums come from other blocks, where one row is all the
   // block has to do, and where a thread holds so many columns that the row does not fit beside their sums.
-  static constexpr bool kOneBehind = max_cluster > 1 || vecs * vec > 16 || (rows == 1 && threads > 32);
+  static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32);
 };
 
 // One ladder for both strategies, so that grad_input is the same bits whichever runs. H200, fraction of the
 // two-read-one-write pass without the sum of the partials, 256 MiB, prototypes of this structure:
 //   bf16 N = 256: 32 x 1, 7 rows 0.95, 8 rows 0.88 (3 blocks); 512: 32 x 2, 7 rows 0.97, 11 rows 0.93, 15 rows 0.96;
 //   1024: 64 x 2, 6 rows 0.97; 2048: 64 x 4, 4 rows 0.94, 128 x 2, 3 rows 0.92; 4096: 128 x 4, 2 rows 0.95, 256 x 2
-//   0.89; 8192: 256 x 4 or 512 x 2 0.89, clusters of 2 with 128 x 4 0.90, of 4 with 64 x 4 and 4 rows 0.966; clusters of
-//   128 x 4, 2 rows: 0.94, 0.93, 0.94 at 16384, 32768, 65536 (256 x 4, 1 row: 0.87, 0.84, 0.85); 131072: 0.89.
-//   fp32 N = 256: 0.93; 512: 0.965; 1024: 0.97; 2048: 0.99; 4096: 0.977; 8192: 512 x 4 0.87, clusters of 2 0.96, of 4
-//   with 2 rows 0.978; 16384 to 65536 0.955; 131072 0.91.
+//   0.89; 8192: 256 x 4 or 512 x 2 0.89, clusters of 2 with 128 x 4 0.90, of 4 with 64 x 4 and 4 rows 0.966; clusters
+//   of 128 x 4, 2 rows: 0.94, 0.93, 0.94 at 16384, 32768, 65536 (256 x 4, 1 row: 0.87, 0.84, 0.85); 131072: 0.89. fp32
+//   N = 256: 0.93; 512: 0.965; 1024: 0.97; 2048: 0.99; 4096: 0.977; 8192: 512 x 4 0.87, clusters of 2 0.96, of 4 with 2
+//   rows 0.978; 16384 to 65536 0.955; 131072 0.91.
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
@@ -109,11 +152,11 @@ struct BackwardLadder {
 };
 template <>
 struct BackwardLadder<float> {
-  using type = Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
-                      BackwardPlan<256, 8, 4, 1, 1>, BackwardPlan<256, 4, 4, 1, 1, 16>,
-                      BackwardPlan<256, 8, 4, 1, 1, 16>>;
+  using type =
+      Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
+             BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
+             BackwardPlan<256, 8, 4, 1, 1>, BackwardPlan<256, 4, 4, 1, 1, 16>, BackwardPlan<256, 8, 4, 1, 1, 16>>;
 };
 template <>
 struct BackwardLadder<double> {
@@ -121,7 +164,7 @@ struct BackwardLadder<double> {
 };
 
 template <typename Plan>
-constexpr int kFusedThreads = Plan::kThreads* Plan::kRows + 32;
+constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;
 
 // Turns of rows in flight or in use. More gained nothing once the ring lay right in shared memory.
 template <typename Plan>

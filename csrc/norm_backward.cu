@@ -189,7 +189,7 @@ struct RowRing {
     }
   };
 
-  unsigned memory, full;  // shared addresses: of the first stage, of its barrier
+  unsigned memory, full;                             // shared addresses: of the first stage, of its barrier
   static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a stage's full barrier to its empty one
   Rows x, grad;
   int depth, elements, stage = 0;
@@ -239,8 +239,9 @@ struct RowRing {
         const unsigned bytes = rows.dense ? count * row_bytes : row_bytes;
         const auto source_of = [&](int group) {
           if constexpr (kAligned) return data + (row + group) * stride;
-          return data + (for_x ? params.x_strides.offset(row + group) : params.grad_output_strides.offset(row + group)) *
-                            static_cast<int64_t>(sizeof(scalar_t));
+          return data +
+                 (for_x ? params.x_strides.offset(row + group) : params.grad_output_strides.offset(row + group)) *
+                     static_cast<int64_t>(sizeof(scalar_t));
         };
         const auto past_of = [&](const char* source) {
           return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
@@ -248,7 +249,8 @@ struct RowRing {
         unsigned total = 2 * count * row_bytes;
         if constexpr (!kAligned) {
           total = 0;
-          for (int group = lane / 2; group < copies; group += 16) total += (past_of(source_of(group)) + bytes + 15) / 16 * 16;
+          for (int group = lane / 2; group < copies; group += 16)
+            total += (past_of(source_of(group)) + bytes + 15) / 16 * 16;
           total = __reduce_add_sync(0xffffffffu, total);
         }
         wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
@@ -276,17 +278,17 @@ struct RowRing {
     if (row < params.rows) {
 #pragma unroll
       for (int tensor = 0; tensor < 2; ++tensor) {
-        const scalar_t* source =
-            static_cast<const scalar_t*>(tensor == 0 ? params.x : params.grad_output) +
-            (tensor == 0 ? params.x_strides : params.grad_output_strides).offset(row) + first_col;
+        const scalar_t* source = static_cast<const scalar_t*>(tensor == 0 ? params.x : params.grad_output) +
+                                 (tensor == 0 ? params.x_strides : params.grad_output_strides).offset(row) + first_col;
         const unsigned target = half(into, tensor) + group * kPitch;
 #pragma unroll 1
         for (int vec = rank; vec * kVec < elements; vec += kThreads) {
           if (kAligned) {
             copy_async(target + 16 * vec, source + vec * kVec);
           } else {
-            store_shared(target + 16 * vec,
-                         load_vec_anywhere<scalar_t, kVec>(source + vec * kVec, min(elements - vec * kVec, kVec)).words[0]);
+            store_shared(
+                target + 16 * vec,
+                load_vec_anywhere<scalar_t, kVec>(source + vec * kVec, min(elements - vec * kVec, kVec)).words[0]);
           }
         }
       }
@@ -503,7 +505,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         unpack(grad_vec(v), grad);
         grad_input_of(values, stats, means, x, grad, weight[v]);
         if constexpr (kAligned) {
-          store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
+          if (elements_of(v) > 0) store_vec(grad_input + v * kThreads * kVec, values);
         } else {
           store_vec_anywhere<scalar_t, kVec, Row::kLanes>(grad_input + v * kThreads * kVec, values, elements_of(v),
                                                           Row::lane_mask());
@@ -541,8 +543,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       int turn = 0;
       const auto finish = [&] {
         store(
-            stats_behind, exchange.collect(turn - 1),
-            [&](int v) { return ring.vec(place_behind.x, index_of(v)); },
+            stats_behind, exchange.collect(turn - 1), [&](int v) { return ring.vec(place_behind.x, index_of(v)); },
             [&](int v) { return ring.vec(place_behind.grad, index_of(v)); });
         ring.release(params, slice.first_col, ring.stage == 0 ? depth - 1 : ring.stage - 1,
                      row + (depth - 1) * slice.row_step, group, rank);
@@ -719,7 +720,8 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
       const RowStats<acc_t> stats(load_stats<scalar_t>(params, row));
       acc_t x[kVec], grad[kVec];
       unpack(x_aligned ? load_vec<scalar_t, kVec>(x_at) : load_vec_anywhere<scalar_t, kVec>(x_at, count), x);
-      unpack(grad_aligned ? load_vec<scalar_t, kVec>(grad_at) : load_vec_anywhere<scalar_t, kVec>(grad_at, count), grad);
+      unpack(grad_aligned ? load_vec<scalar_t, kVec>(grad_at) : load_vec_anywhere<scalar_t, kVec>(grad_at, count),
+             grad);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         grad_weight[i] = fma(grad[i], stats.x_hat(x[i]), grad_weight[i]);
@@ -787,7 +789,7 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
     const int64_t row = block * kRows + Row::group();
     if (row >= params.rows) return;
     backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, launch.x_aligned, launch.grad_aligned,
-                                                scratch.rows);
+                                              scratch.rows);
   }
 }
 
@@ -875,8 +877,8 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
     if (fits && params.grad_input && (cluster > 1 || (wants_columns && !small))) {
       Residence residence;
-      const auto residence_on_device = launch.aligned ? residence_of<scalar_t, weight_t, Plan, true>
-                                                      : residence_of<scalar_t, weight_t, Plan, false>;
+      const auto residence_on_device =
+          launch.aligned ? residence_of<scalar_t, weight_t, Plan, true> : residence_of<scalar_t, weight_t, Plan, false>;
       const cudaError_t error = residence_on_device(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
       if (residence.clusters > 0) {
@@ -954,7 +956,8 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     if constexpr (sizeof(scalar_t) < 8) {
       if (launch.fused) {
         const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
-                                       launch.depth * RowRing<scalar_t, Plan, true>::kStageBytes, launch.cluster, stream);
+                                       launch.depth * RowRing<scalar_t, Plan, true>::kStageBytes, launch.cluster,
+                                       stream);
         const auto kernel = launch.aligned ? norm_backward_fused_kernel<scalar_t, weight_t, Plan, true>
                                            : norm_backward_fused_kernel<scalar_t, weight_t, Plan, false>;
         const cudaError_t error = cudaLaunchKernelEx(&persistent.config, kernel, params, inverse_n, launch.depth);
@@ -964,8 +967,8 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     if (!launch.fused) {
       const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
                                    dim3(kSplitThreads<Plan>), stream);
-      const cudaError_t error = cudaLaunchKernelEx(
-          &split.config, norm_backward_split_kernel<scalar_t, weight_t, Plan>, params, launch, inverse_n);
+      const cudaError_t error = cudaLaunchKernelEx(&split.config, norm_backward_split_kernel<scalar_t, weight_t, Plan>,
+                                                   params, launch, inverse_n);
       if (error != cudaSuccess) return error;
     }
     if (launch.partials == 0) return cudaSuccess;

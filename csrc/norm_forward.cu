@@ -3,16 +3,10 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// Each warp takes a reference point m near the mean of its share of the row, then sums d = x-m and d*d: two passes over
-// registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m +
-// shift exactly, by
-//   c -> c - n*shift        q -> q - shift*(2c - n*shift)
-// so the warps' sets are brought to one reference point m and added: one exchange between warps, and no cancellation,
-// as every difference is taken between near numbers. With delta = c/N the variance is q/N - delta^2 and the mean is
-// m + delta, kept as mean + mean_tail to twice the precision of the type; x_hat = (x-mean)*rstd - mean_tail*rstd.
-#include <cmath>
-
+// Here each row is in the registers of a group of threads, or of a cluster. How the statistics are put together is said
+// in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu).
 #include "dispatch.cuh"
+#include "forward_rows.cuh"
 #include "launch_plan.h"
 #include "norm_params.h"
 #include "reduce.cuh"
@@ -20,41 +14,6 @@
 
 namespace fused_layernorm {
 namespace {
-
-template <typename T>
-struct Moments {
-  T n, m, c, q;
-
-  // The same set seen from another reference point.
-  __device__ Moments about(T other) const {
-    const T d = m - other;
-    const T moved = q + d * (n * d + 2 * c);
-    return {n, other, c + n * d, isinf(q) ? q : moved};  // keeps inf from becoming inf - inf
-  }
-};
-
-// Pairwise, which is exacter and a shorter chain of dependent additions.
-template <int kVec, typename T>
-__device__ __forceinline__ T vec_sum(const T (&values)[kVec]) {
-  T sums[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) sums[i] = values[i];
-#pragma unroll
-  for (int width = kVec / 2; width > 0; width /= 2)
-#pragma unroll
-    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-  return sums[0];
-}
-
-// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp.
-template <int kCount, typename T>
-__device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
-  using Lanes = RowThreads<32, 1>;
-  part = part.about(Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n)));
-  part.c = Lanes::lanes_sum<kCount>(part.c);
-  part.q = Lanes::lanes_sum<kCount>(part.q);
-  return part;
-}
 
 // Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
 // elements.
@@ -72,13 +31,6 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
   return part;
 }
 
-// Good enough for a reference point, which only has to lie near the mean; a true division is a call that spills.
-__device__ __forceinline__ float quick_ratio(float sum, int n) { return __fdividef(sum, static_cast<float>(n)); }
-__device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / n; }
-
-__device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
-__device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
-
 template <typename weight_t, int kVec, typename T>
 __device__ __forceinline__ void load_parameter(T (&values)[kVec], const void* parameter, int64_t col, int count) {
   const weight_t* first = static_cast<const weight_t*>(parameter) + col;
@@ -91,8 +43,8 @@ __device__ __forceinline__ void load_parameter(T (&values)[kVec], const void* pa
   }
 }
 
-// weight + weight_offset and bias of a vector, or 1 and 0 where they are absent: as loaded before, or of a vector's first
-// `count` elements from memory.
+// weight + weight_offset and bias of a vector, or 1 and 0 where they are absent: as loaded before, or of a vector's
+// first `count` elements from memory.
 template <typename weight_t, int kVec, typename T>
 __device__ __forceinline__ void affine_of(T (&scale)[kVec], T (&offset)[kVec], const NormForwardParams& params,
                                           const RawVec<weight_t, kVec>& weight, const RawVec<weight_t, kVec>& bias) {
@@ -213,9 +165,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
           for (int i = 0; i < kVec; ++i)
             if (i >= count) values[i] = 0;
         }
-        here.c += vec_sum(values);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) here.q = fma(values[i], values[i], here.q);
+        here.add(values);
       }
     };
     if (left >= kTile) {
@@ -242,24 +192,10 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
     part = merge_moments<kMaxCluster>(
         threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
   }
-  const acc_t delta = params.is_rms_norm ? acc_t(0) : part.c * inverse_n;
-  const acc_t mean = part.m + delta;
-  const acc_t mean_tail = (part.m - mean) + delta;
-  acc_t variance = part.q * inverse_n - delta * delta;
-  if (variance < 0) variance = 0;        // by rounding only; nan stays nan
-  if (isinf(part.q)) variance = part.q;  // overflow: rstd is 0, as in torch
-  const acc_t rstd = inverse_sqrt(variance + static_cast<acc_t>(params.eps));
-  if (rank == 0 && params.rstd) {
-    static_cast<acc_t*>(params.rstd)[row] = rstd;
-    if (!params.is_rms_norm) {
-      static_cast<acc_t*>(params.mean)[row] = mean;
-      static_cast<acc_t*>(params.mean_tail)[row] = mean_tail;
-    }
-  }
+  const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
 
   // Store: backwards, as the last tile is still in registers
   if constexpr (kWidenAnew<Plan>) forget(raw);
-  const acc_t shift = -mean_tail * rstd;
   const int64_t y_row = row * params.hidden_size + slice_col;
 #pragma unroll 1
   for (int tile = last_tile; tile >= 0; tile -= kTile) {
@@ -279,13 +215,14 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         }
         unpack(raw[v], values);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = fma(fma(values[i] - mean, rstd, shift), scale[i], offset[i]);
+        for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
         if (params.y_dtype != dtype_of<scalar_t>) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + at, values, kAligned ? kVec : count, kAligned);
         } else if constexpr (kAligned) {
           store_vec(static_cast<scalar_t*>(params.y) + y_row + tile + at, values);
         } else {
-          store_vec_anywhere<scalar_t, kVec, Row::kLanes>(static_cast<scalar_t*>(params.y) + y_row + tile + at, values, count, Row::lane_mask());
+          store_vec_anywhere<scalar_t, kVec, Row::kLanes>(static_cast<scalar_t*>(params.y) + y_row + tile + at, values,
+                                                          count, Row::lane_mask());
         }
       }
     };
@@ -304,14 +241,18 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
   if (error != cudaSuccess) return error;
+  if (is_long_row(params.x_dtype, params.hidden_size)) {
+    const cudaError_t launched = launch_forward_long(params, stream);
+    if (launched != cudaErrorNotSupported) return launched;
+  }
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
     return dispatch_plan<ForwardLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
       using Plan = decltype(plan);
       constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-      const bool aligned = params.hidden_size % Plan::kVec == 0 &&
-                           rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
+      const bool aligned =
+          params.hidden_size % Plan::kVec == 0 && rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
       const int64_t blocks = (params.rows + kRows - 1) / kRows;
       const auto inverse_n = static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size));
       if constexpr (!Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kVecs <= 4) {
@@ -326,7 +267,8 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
       int cluster = 1;
       if constexpr (Plan::kClusters) {
         static OncePerDevice allowed[2];
-        const cudaError_t error = allowed[aligned].run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
+        const cudaError_t error =
+            allowed[aligned].run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
         if (error != cudaSuccess) return error;
         cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
       }

@@ -170,17 +170,28 @@ __device__ __forceinline__ void push_to_peer(T* slot, int peer, const T& value) 
 #endif
 }
 
-// The same for a pair of floats, eight bytes that the barrier `barrier` there counts as they arrive.
-__device__ __forceinline__ void send_to_peer(Pair<float>* slot, unsigned barrier, int peer, Pair<float> value) {
+// The same for 8 or 16 bytes that the barrier `barrier` there counts as they arrive.
+template <typename T>
+__device__ __forceinline__ void send_to_peer(T* slot, unsigned barrier, int peer, const T& value) {
+  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one message");
 #if __CUDA_ARCH__ >= 900
-  unsigned remote, remote_barrier;
+  unsigned words[sizeof(T) / 4], remote, remote_barrier;
+  memcpy(words, &value, sizeof(T));
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(remote)
       : "r"(static_cast<unsigned>(__cvta_generic_to_shared(slot))), "r"(peer));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(peer));
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
-               "f"(value.first), "f"(value.second), "r"(remote_barrier)
-               : "memory");
+  if constexpr (sizeof(T) == 8) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+        "r"(words[0]), "r"(words[1]), "r"(remote_barrier)
+        : "memory");
+  } else {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(remote_barrier)
+        : "memory");
+  }
 #endif
 }
 

@@ -207,22 +207,6 @@ __device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]
   }
 }
 
-// The same to 16-byte aligned memory if `wanted`, without a branch.
-template <typename T, int kVec, typename acc_t>
-__device__ __forceinline__ void store_vec_if(bool wanted, T* target, const acc_t (&values)[kVec]) {
-  static_assert(kVec * sizeof(T) == 16, "one word a vector");
-  T elements[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
-  uint4 word;
-  memcpy(&word, elements, 16);
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n@wanted st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(
-          static_cast<int>(wanted)),
-      "l"(target), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
-      : "memory");
-}
-
 // A vector's first `count` elements to a tensor whose dtype is known at run time only; `offset` in elements. Aligned:
 // as for store_vec; else element by element.
 template <int kVec, typename acc_t>
@@ -281,8 +265,8 @@ __device__ __forceinline__ void store_vec_anywhere(T* target, const acc_t (&valu
   }
 }
 
-// A tile of a row: vectors v * kThreads + rank for v < kVecs of the `elements` elements from `tile` on; what lies beyond
-// becomes 0. `aligned`: every vector begins at a multiple of 16 bytes and is whole.
+// A tile of a row: vectors v * kThreads + rank for v < kVecs of the `elements` elements from `tile` on; what lies
+// beyond becomes 0. `aligned`: every vector begins at a multiple of 16 bytes and is whole.
 template <typename T, int kThreads, int kVecs, int kVec>
 __device__ __forceinline__ void load_tile(RawVec<T, kVec> (&raw)[kVecs], const T* tile, int elements, int rank,
                                           bool aligned) {
@@ -296,8 +280,8 @@ __device__ __forceinline__ void load_tile(RawVec<T, kVec> (&raw)[kVecs], const T
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int here = left - v * kThreads * kVec;
-      raw[v] = here > 0 ? load_vec_anywhere<T, kVec>(first + v * kThreads * kVec, min(here, kVec))
-                        : zero_vec<T, kVec>();
+      raw[v] =
+          here > 0 ? load_vec_anywhere<T, kVec>(first + v * kThreads * kVec, min(here, kVec)) : zero_vec<T, kVec>();
     }
   }
 }

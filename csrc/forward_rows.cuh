@@ -1,0 +1,105 @@
+// What the forward kernels share: the statistics of a row, put together from its parts.
+//
+// Each warp takes a reference point m near the mean of its share of the row, then sums d = x-m and d*d: two passes over
+// registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m +
+// shift exactly, by
+//   c -> c - n*shift        q -> q - shift*(2c - n*shift)
+// so the warps' sets are brought to one reference point m and added: one exchange between warps, and no cancellation,
+// as every difference is taken between near numbers. With delta = c/N the variance is q/N - delta^2 and the mean is
+// m + delta, kept as mean + mean_tail to twice the precision of the type; x_hat = (x-mean)*rstd - mean_tail*rstd.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "norm_params.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+
+// Pairwise, which is exacter and a shorter chain of dependent additions.
+template <int kVec, typename T>
+__device__ __forceinline__ T vec_sum(const T (&values)[kVec]) {
+  T sums[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) sums[i] = values[i];
+#pragma unroll
+  for (int width = kVec / 2; width > 0; width /= 2)
+#pragma unroll
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  return sums[0];
+}
+
+template <typename T>
+struct Moments {
+  T n, m, c, q;
+
+  // One vector more, given as differences from m; n is counted by the caller.
+  template <int kVec>
+  __device__ __forceinline__ void add(const T (&differences)[kVec]) {
+    c += vec_sum(differences);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) q = fma(differences[i], differences[i], q);
+  }
+
+  // The same set seen from another reference point.
+  __device__ Moments about(T other) const {
+    const T d = m - other;
+    const T moved = q + d * (n * d + 2 * c);
+    return {n, other, c + n * d, isinf(q) ? q : moved};  // keeps inf from becoming inf - inf
+  }
+};
+
+// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp.
+template <int kCount, typename T>
+__device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
+  using Lanes = RowThreads<32, 1>;
+  part = part.about(Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n)));
+  part.c = Lanes::lanes_sum<kCount>(part.c);
+  part.q = Lanes::lanes_sum<kCount>(part.q);
+  return part;
+}
+
+// Good enough for a reference point, which only has to lie near the mean; a true division is a call that spills.
+__device__ __forceinline__ float quick_ratio(float sum, int n) { return __fdividef(sum, static_cast<float>(n)); }
+__device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / n; }
+
+__device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
+__device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
+
+// What turns an element into x_hat.
+template <typename T>
+struct RowNorm {
+  T mean, rstd, shift;
+
+  __device__ __forceinline__ T x_hat(T x) const { return fma(x - mean, rstd, shift); }
+};
+
+// From the moments of a whole row. `saves`: this thread writes down the statistics, where they are wanted.
+template <typename T>
+__device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inverse_n, const NormForwardParams& params,
+                                                 int64_t row, bool saves) {
+  const T delta = params.is_rms_norm ? T(0) : part.c * inverse_n;
+  const T mean = part.m + delta;
+  const T mean_tail = (part.m - mean) + delta;
+  T variance = part.q * inverse_n - delta * delta;
+  if (variance < 0) variance = 0;        // by rounding only; nan stays nan
+  if (isinf(part.q)) variance = part.q;  // overflow: rstd is 0, as in torch
+  const T rstd = inverse_sqrt(variance + static_cast<T>(params.eps));
+  if (saves && params.rstd) {
+    static_cast<T*>(params.rstd)[row] = rstd;
+    if (!params.is_rms_norm) {
+      static_cast<T*>(params.mean)[row] = mean;
+      static_cast<T*>(params.mean_tail)[row] = mean_tail;
+    }
+  }
+  return {mean, rstd, -mean_tail * rstd};
+}
+
+// Streams long rows through persistent clusters; cudaErrorNotSupported where such rows, or such a card, are not served
+// that way: by hidden_size, dtypes and card alone, as the bits of the two ways differ.
+cudaError_t launch_forward_long(const NormForwardParams& params, cudaStream_t stream);
+
+}  // namespace fused_layernorm
