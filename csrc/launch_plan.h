@@ -166,6 +166,10 @@ struct BackwardLadder<double> {
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;
 
+// The fused kernels count rows in 32 bits, with room to look some turns ahead: registers are short. More rows, which
+// have few columns, are for the split strategy.
+constexpr int64_t kFusedMaxRows = 1 << 30;
+
 // Turns of rows in flight or in use. More gained nothing once the ring lay right in shared memory.
 template <typename Plan>
 constexpr int kFusedDepth = Plan::kOneBehind ? 4 : 3;

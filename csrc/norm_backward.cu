@@ -124,10 +124,10 @@ struct BackwardLaunch {
 
 // The part of each row that a persistent block works on: all of it, or a slice where a cluster shares the row.
 struct Slice {
-  int blocks, rank;             // of the cluster
-  int64_t first_col;            // a multiple of the vector
-  int elements;                 // may be 0 in the last blocks
-  int64_t first_row, row_step;  // of the block's first row; its other rows follow it
+  int blocks, rank;         // of the cluster
+  int64_t first_col;        // a multiple of the vector
+  int elements;             // may be 0 in the last blocks
+  int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
 
   template <typename Plan>
   __device__ static Slice of(const NormBackwardParams& params) {
@@ -138,8 +138,8 @@ struct Slice {
     const int64_t most = (vecs + slice.blocks - 1) / slice.blocks * Plan::kVec;
     slice.first_col = slice.rank * most;
     slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
-    slice.first_row = static_cast<int64_t>(blockIdx.x / slice.blocks) * Plan::kRows;
-    slice.row_step = static_cast<int64_t>(gridDim.x / slice.blocks) * Plan::kRows;
+    slice.first_row = static_cast<int>(blockIdx.x) / slice.blocks * Plan::kRows;
+    slice.row_step = static_cast<int>(gridDim.x) / slice.blocks * Plan::kRows;
     return slice;
   }
 };
@@ -178,10 +178,10 @@ struct RowRing {
     __device__ Rows(const NormBackwardParams& params, const void* data, const RowStrides& strides, const Slice& slice)
         : start(static_cast<unsigned>(reinterpret_cast<uintptr_t>(data) + slice.first_col * sizeof(scalar_t))),
           stride(static_cast<unsigned>(strides.row_stride * sizeof(scalar_t))),
-          dense(strides.is_even(params.rows) && slice.blocks == 1 && strides.row_stride == params.hidden_size) {}
+          dense(!Plan::kClusters && strides.is_even(params.rows) && strides.row_stride == params.hidden_size) {}
 
     // Where the `group`-th row of a turn lies in its half of a stage, in bytes.
-    __device__ unsigned place(const RowStrides& strides, int64_t turn_row, int group) const {
+    __device__ unsigned place(const RowStrides& strides, int turn_row, int group) const {
       if (dense) return (start + static_cast<unsigned>(turn_row) * stride) % 128 + group * stride;
       const unsigned offset = kAligned ? static_cast<unsigned>(turn_row + group) * stride
                                        : static_cast<unsigned>(strides.offset(turn_row + group) * sizeof(scalar_t));
@@ -233,8 +233,9 @@ struct RowRing {
                              static_cast<int64_t>(sizeof(scalar_t));
       const char* data = static_cast<const char*>(for_x ? params.x : params.grad_output) +
                          slice.first_col * static_cast<int64_t>(sizeof(scalar_t));
-      for (int64_t row = slice.first_row; row < params.rows; row += slice.row_step) {
-        const int count = static_cast<int>(min(static_cast<int64_t>(kRows), params.rows - row));
+      const int row_count = static_cast<int>(params.rows);
+      for (int row = slice.first_row; row < row_count; row += slice.row_step) {
+        const int count = min(kRows, row_count - row);
         const int copies = rows.dense ? min(row_bytes, 1u) : row_bytes > 0 ? count : 0;
         const unsigned bytes = rows.dense ? count * row_bytes : row_bytes;
         const auto source_of = [&](int group) {
@@ -315,7 +316,7 @@ struct RowRing {
   struct Place {
     unsigned x, grad;
   };
-  __device__ Place place(const NormBackwardParams& params, int64_t row, int group) const {
+  __device__ Place place(const NormBackwardParams& params, int row, int group) const {
     const unsigned at = memory + 2 * stage * kTensor;
     if constexpr (kBulk)
       return {at + x.place(params.x_strides, row - group, group),
@@ -367,7 +368,7 @@ struct SumExchange {
       ready = shared_address(shared.ready[group]);
       if (threadIdx.x == 0) {
         for (int i = 0; i < kRows * kSlots; ++i)
-          init_barrier(shared_address(shared.ready[0]) + 8 * i, blocks > 1 ? 1 : kWarps);
+          init_barrier(shared_address(shared.ready[0]) + 8 * i, Plan::kClusters ? 1 : kWarps);
         fence_barrier_init();
       }
       for (int i = threadIdx.x; Plan::kClusters && i < kRows * kSlots * kCluster * kWarps; i += blockDim.x)
@@ -382,7 +383,7 @@ struct SumExchange {
     const int lane = threadIdx.x % 32, warp = Row::warp(), slot = turn % kSlots;
     Pair<T>* target = sums + slot * kCluster * kWarps + rank * kWarps + warp;
     const T half = lanes_half_sum<Row, 32>(value);
-    if (Plan::kClusters && blocks > 1) {
+    if constexpr (Plan::kClusters) {
       const T other = __shfl_xor_sync(0xffffffffu, half, 16);
       if (Row::rank() == 0) expect_bytes(ready + 8 * slot, blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
       const Pair<T> both{lane < 16 ? half : other, lane < 16 ? other : half};
@@ -434,7 +435,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   const int rank = Row::rank(), group = Row::group();
   Ring ring(ring_memory, ring_barriers, params, slice, depth);
   Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
-  if (slice.blocks > 1) {
+  if constexpr (Plan::kClusters) {
     cluster_sync();
   } else {
     __syncthreads();
@@ -455,11 +456,12 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
     }
     ring.bring_first(params, slice, group, rank);
-    int64_t row = slice.first_row + group;
+    const int rows = static_cast<int>(params.rows);
+    int row = slice.first_row + group;
     SavedStats<acc_t> stats_next{};
-    if (row < params.rows) stats_next = load_stats<scalar_t>(params, row);
-    scalar_t* grad_input =
-        static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + slice.first_col + rank * kVec;
+    if (row < rows) stats_next = load_stats<scalar_t>(params, row);
+    scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + static_cast<int64_t>(row) * params.hidden_size +
+                           slice.first_col + rank * kVec;
 
     // This row's statistics, and those of the next on their way. A row ahead is enough, and better than more: the block
     // that is furthest ahead waits for memory here while the others find the same line in the cache, which keeps the
@@ -467,7 +469,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     // last, of 200).
     const auto next_stats = [&] {
       const RowStats<acc_t> stats(stats_next);
-      if (row + slice.row_step < params.rows) stats_next = load_stats<scalar_t>(params, row + slice.row_step);
+      if (row + slice.row_step < rows) stats_next = load_stats<scalar_t>(params, row + slice.row_step);
       return stats;
     };
     // Which vector of the row a thread reads as its v-th: beyond the slice the row's first, with weight 0, so that no
@@ -505,7 +507,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         unpack(grad_vec(v), grad);
         grad_input_of(values, stats, means, x, grad, weight[v]);
         if constexpr (kAligned) {
-          if (elements_of(v) > 0) store_vec(grad_input + v * kThreads * kVec, values);
+          store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
         } else {
           store_vec_anywhere<scalar_t, kVec, Row::kLanes>(grad_input + v * kThreads * kVec, values, elements_of(v),
                                                           Row::lane_mask());
@@ -517,7 +519,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     if constexpr (!Plan::kOneBehind) {
       // Load, sums, store: the row stays in registers
 #pragma unroll 1
-      for (int turn = 0; row < params.rows; row += slice.row_step, turn ^= 1) {
+      for (int turn = 0; row < rows; row += slice.row_step, turn ^= 1) {
         ring.wait_full();
         RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
         const auto place = ring.place(params, row, group);
@@ -549,7 +551,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
                      row + (depth - 1) * slice.row_step, group, rank);
       };
 #pragma unroll 1
-      for (; row < params.rows; row += slice.row_step, ++turn) {
+      for (; row < rows; row += slice.row_step, ++turn) {
         ring.wait_full();
         const auto place = ring.place(params, row, group);
         const RowStats<acc_t> stats = next_stats();
@@ -564,7 +566,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       if (turn > 0) finish();
     }
   }
-  if (slice.blocks > 1) {
+  if constexpr (Plan::kClusters) {
     cluster_sync();  // no block leaves while others may write to it
   } else {
     __syncthreads();
@@ -875,7 +877,8 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
     const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
     const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
-    if (fits && params.grad_input && (cluster > 1 || (wants_columns && !small))) {
+    if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
+        (Plan::kClusters ? cluster > 1 : wants_columns && !small)) {
       Residence residence;
       const auto residence_on_device =
           launch.aligned ? residence_of<scalar_t, weight_t, Plan, true> : residence_of<scalar_t, weight_t, Plan, false>;
