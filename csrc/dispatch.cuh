@@ -168,4 +168,12 @@ cudaError_t dispatch_plan(int64_t hidden_size, int max_cluster, F&& f) {
   return pick_plan(typename LadderOf::type{}, hidden_size, max_cluster, f);
 }
 
+// The same, from `Ragged` where rows are not made of whole 16 bytes.
+template <typename LadderOf, typename RaggedLadderOf, typename scalar_t, typename F>
+cudaError_t dispatch_rows(int64_t hidden_size, int max_cluster, F&& f) {
+  if (hidden_size * static_cast<int64_t>(sizeof(scalar_t)) % 16 != 0)
+    return dispatch_plan<RaggedLadderOf>(hidden_size, max_cluster, f);
+  return dispatch_plan<LadderOf>(hidden_size, max_cluster, f);
+}
+
 }  // namespace fused_layernorm

@@ -24,6 +24,10 @@ struct RowPlan {
   static constexpr bool kClusters = max_cluster > 1;
 };
 
+// Whether a row may need several turns: only in the last plan of a ladder, as the others are taken where they hold it.
+template <typename Plan>
+constexpr bool kManyTiles = Plan::kClusters;
+
 template <typename... Plans>
 struct Ladder {};
 
@@ -37,20 +41,46 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 // decided.
 template <typename scalar_t>
 struct ForwardLadder {
-  using type =
-      Ladder<RowPlan<4, 2, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<32, 2, 8>, RowPlan<32, 4, 8>,
-             RowPlan<64, 4, 8>, RowPlan<128, 4, 8>, RowPlan<128, 8, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>,
+                      RowPlan<32, 4, 8>, RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>,
+                      RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>,
+                      RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
 };
 template <>
 struct ForwardLadder<float> {
-  using type =
-      Ladder<RowPlan<4, 2, 4>, RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<64, 2, 4>,
-             RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<256, 8, 4, 16>>;
+  using type = Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>,
+                      RowPlan<64, 4, 4>, RowPlan<64, 6, 4>, RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>,
+                      RowPlan<256, 5, 4>, RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<256, 8, 4, 16>>;
 };
 template <>
 struct ForwardLadder<double> {
-  using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1>>;
+  using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
+
+// Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones.
+template <typename scalar_t>
+struct RaggedForwardLadder {
+  using type = Ladder<RowPlan<4, 4, 2>, RowPlan<8, 8, 2>, RowPlan<16, 8, 2>, RowPlan<32, 8, 2>, RowPlan<32, 16, 2>,
+                      RowPlan<64, 16, 2>, RowPlan<128, 20, 2>, RowPlan<256, 16, 2>, RowPlan<256, 28, 2>,
+                      RowPlan<512, 16, 2>, RowPlan<512, 16, 2, 16>>;
+};
+template <>
+struct RaggedForwardLadder<float> {
+  using type = Ladder<RowPlan<4, 8, 1>, RowPlan<16, 8, 1>, RowPlan<32, 8, 1>, RowPlan<32, 16, 1>, RowPlan<64, 16, 1>,
+                      RowPlan<128, 16, 1>, RowPlan<256, 20, 1>, RowPlan<512, 16, 1>, RowPlan<512, 32, 1>,
+                      RowPlan<512, 32, 1, 16>>;
+};
+template <>
+struct RaggedForwardLadder<double> : ForwardLadder<double> {};
+
+// Whether rows are made of vectors that begin at multiples of their size. Those of 16-bit elements that are not pass
+// through shared memory, so much of it at most, with what shares their first and last 16 bytes.
+template <typename scalar_t, typename Plan>
+constexpr bool kIsWhole = Plan::kVec == 1 || Plan::kVec * sizeof(scalar_t) >= 16;
+template <typename scalar_t, typename Plan>
+constexpr bool kIsStaged = !kIsWhole<scalar_t, Plan>;
+template <typename scalar_t, typename Plan>
+constexpr int kStageBytes = Plan::kThreads * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(scalar_t)) + 32;
 
 // Rows of one warp or less share a block of 128 threads; longer rows have a block each.
 template <typename Plan>
@@ -60,21 +90,26 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 // spilled): 64 a thread, 128 for 8 vectors a thread. At 71 to 80 registers, three quarters of the threads an SM,
 // forward lost 0.08 of the copy (H200, bf16, N = 1024 to 8192); fp16 has to make do with that, as at 64 it spills (the
 // assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
-template <typename Plan, bool aligned>
-constexpr int forward_blocks_per_sm(DType x_dtype) {
-  const bool long_row = Plan::kVecs > 4 && !Plan::kClusters;
-  const int threads = long_row || !aligned ? 512 : x_dtype == DType::kBFloat16 ? 1024 : 768;
+constexpr int dtype_bytes(DType t) { return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2; }
+template <typename Plan>
+constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype) {
+  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
+  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6)                                         ? 512
+                      : whole && (Plan::kVecs > 4 || x_dtype != DType::kBFloat16 || weight_dtype != x_dtype) ? 768
+                                                                                                             : 1024;
   return threads / kForwardThreads<Plan>;
 }
 
 // Up to so many blocks forward loads weight and bias before it needs them: all of them run at once, and how many fit an
 // SM does not matter.
 constexpr int64_t kEagerBlocks = 512;
+template <typename scalar_t, typename Plan>
+constexpr bool kMayBeEager = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kVecs <= 6;
 
 // Whether 16-bit elements are widened anew for each pass over the registers, rather than kept widened: two operations
 // an element more, half the registers.
 template <typename Plan>
-constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec > 32;
+constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec >= 32;
 
 // ---- forward of long rows: streamed through the shared memory of persistent clusters (sm_90 and later) --------------
 
@@ -146,7 +181,7 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 4, 8, 4, 1>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 4, 8, 3, 1>,
                       BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>, BackwardPlan<256, 4, 8, 1, 1>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
 };
@@ -163,6 +198,24 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
+// Ragged rows, by pairs of 16-bit elements, or single ones: as many elements a thread as above.
+template <typename scalar_t>
+struct RaggedBackwardLadder {
+  using type = Ladder<BackwardPlan<8, 4, 2, 28, 3>, BackwardPlan<32, 4, 2, 7, 3>, BackwardPlan<32, 8, 2, 7, 2>,
+                      BackwardPlan<64, 8, 2, 6, 1>, BackwardPlan<64, 16, 2, 4, 1>, BackwardPlan<128, 16, 2, 2, 1>,
+                      BackwardPlan<64, 16, 2, 4, 1, 4>, BackwardPlan<256, 16, 2, 1, 1>,
+                      BackwardPlan<128, 16, 2, 2, 1, 16>, BackwardPlan<256, 16, 2, 1, 1, 16>>;
+};
+template <>
+struct RaggedBackwardLadder<float> {
+  using type = Ladder<BackwardPlan<8, 4, 1, 28, 3>, BackwardPlan<32, 4, 1, 7, 3>, BackwardPlan<32, 8, 1, 7, 3>,
+                      BackwardPlan<64, 8, 1, 6, 1>, BackwardPlan<64, 16, 1, 4, 1>, BackwardPlan<128, 16, 1, 2, 1>,
+                      BackwardPlan<256, 16, 1, 1, 1>, BackwardPlan<128, 16, 1, 2, 1, 4>,
+                      BackwardPlan<256, 16, 1, 1, 1, 16>, BackwardPlan<256, 32, 1, 1, 1, 16>>;
+};
+template <>
+struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
+
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;
 
@@ -172,7 +225,9 @@ constexpr int64_t kFusedMaxRows = 1 << 30;
 
 // Turns of rows in flight or in use. More gained nothing once the ring lay right in shared memory.
 template <typename Plan>
-constexpr int kFusedDepth = Plan::kOneBehind ? 4 : 3;
+constexpr int kFusedDepth = Plan::kOneBehind          ? 4
+                            : Plan::kBlocksPerSm == 2 ? 2
+                                                      : 3;
 
 // Strategy "split": blocks of rows write grad_input while blocks of columns sum the weight gradients, in one launch.
 // Reads x and grad_output twice, so it is for what the fused strategy cannot hold, and for problems that live in the
@@ -185,7 +240,11 @@ constexpr int kSplitThreads = round_up_to(Plan::kThreads, 256);
 
 // As for forward: 80 registers a thread, 128 where a thread holds more than two vectors of x and grad_output.
 template <typename Plan>
-constexpr int kSplitBlocksPerSm = (Plan::kVecs > 2 ? 512 : 768) / kSplitThreads<Plan>;
+constexpr int kSplitBlocksPerSm = round_up_to((Plan::kVecs > 8   ? 256
+                                               : Plan::kVecs > 2 ? 512
+                                                                 : 768) /
+                                                  kSplitThreads<Plan>,
+                                              1);
 
 // Columns of a block in the split strategy: 8 lanes of 16 bytes are one 128-byte line; more lanes where rows are few.
 template <int vec>

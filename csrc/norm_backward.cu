@@ -43,15 +43,18 @@ __device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& pa
   return {rstd, mean, __ldg(static_cast<const T*>(params.mean_tail) + row)};
 }
 
-// The same as it is used: x_hat = (x - mean)*rstd + shift. Not done on loading: the first use of a loaded value waits
-// for it, and a row's statistics are loaded one row ahead (H200, bf16, N = 1024: 0.81 of the pass became 0.89).
-template <typename T>
-struct RowStats {
-  T rstd, mean, shift;
-
-  __device__ explicit RowStats(SavedStats<T> saved)
-      : rstd(saved.rstd), mean(saved.mean), shift(mul(-saved.mean_tail, saved.rstd)) {}
-  __device__ T x_hat(T x) const { return fma(sub(x, mean), rstd, shift); }
+// The same as it is used.
+template <typename scalar_t, typename T = acc_type<scalar_t>>
+struct RowStats : SavedStats<T> {
+  // A row of one element does not spread: with rstd = 0 grad_input is 0 whatever the rounding of the sums.
+  __device__ RowStats(SavedStats<T> saved, const NormBackwardParams& params) : SavedStats<T>(saved) {
+    if (params.mean && params.hidden_size == 1) this->rstd = 0;
+  }
+  __device__ T centered(T x) const {
+    const T difference = sub(x, this->mean);
+    if constexpr (sizeof(scalar_t) == 2) return difference;
+    return sub(difference, this->mean_tail);
+  }
 };
 
 // Of the first `count` elements of a vector; the others are 0.
@@ -76,40 +79,48 @@ __device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwar
   }
 }
 
-// Adds one vector's part to (sum(x_hat*wdy), sum(wdy)). Elements beyond the row are 0 in grad_output and add nothing.
-template <int kVec, typename T>
-__device__ __forceinline__ void add_to_sums(Pair<T>& sums, const RowStats<T>& stats, const T (&x)[kVec],
-                                            const T (&grad)[kVec], const T (&weight)[kVec]) {
+// Adds one vector's part to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). Elements beyond the row are 0 in
+// grad_output, and add nothing.
+template <int kVec, typename Stats, typename T>
+__device__ __forceinline__ void add_to_row(Pair<T>& sums, const Stats& stats, const T (&x)[kVec], const T (&grad)[kVec],
+                                           const T (&weight)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    const T wdy = mul(grad[i], weight[i]);
-    sums.first = fma(stats.x_hat(x[i]), wdy, sums.first);
-    sums.second += wdy;
+    sums.first = fma(mul(grad[i], stats.centered(x[i])), weight[i], sums.first);
+    sums.second = fma(grad[i], weight[i], sums.second);
+  }
+}
+// And to those along the columns.
+template <int kVec, typename Stats, typename T>
+__device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_bias)[kVec], const Stats& stats,
+                                               const T (&x)[kVec], const T (&grad)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    grad_weight[i] = fma(mul(grad[i], stats.centered(x[i])), stats.rstd, grad_weight[i]);
+    grad_bias[i] += grad[i];
   }
 }
 
-// grad_input = (wdy + (x-mean)*slope + level)*rstd: the formula above with what is one number a row taken together.
-// wdy is rounded as in the sums, so that it cancels against c2 to exactly 0 where it must (hidden_size 1).
-template <int kVec, typename T>
-__device__ __forceinline__ void grad_input_of(T (&values)[kVec], const RowStats<T>& stats, Pair<T> means,
-                                              const T (&x)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
-  const T slope = mul(-stats.rstd, means.first);
-  const T level = fma(-stats.shift, means.first, -means.second);
+// grad_input = (weight*grad_output + (x-mean)*slope + level)*rstd: the formula above with what is one number a row
+// taken together.
+template <int kVec, typename Stats, typename T>
+__device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& stats, Pair<T> row, const T (&x)[kVec],
+                                              const T (&grad)[kVec], const T (&weight)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
-    values[i] = mul(add(mul(grad[i], weight[i]), fma(sub(x[i], stats.mean), slope, level)), stats.rstd);
+    values[i] = mul(fma(grad[i], weight[i], fma(stats.centered(x[i]), row.first, row.second)), stats.rstd);
 }
 
-// (c1, c2) from the sums.
-template <typename T>
-__device__ __forceinline__ Pair<T> row_means(Pair<T> sums, const NormBackwardParams& params, T inverse_n) {
-  return {mul(sums.first, inverse_n), params.is_rms_norm ? T(0) : mul(sums.second, inverse_n)};
+// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2.
+template <typename Stats, typename T>
+__device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& stats, const NormBackwardParams& params,
+                                                   T inverse_n) {
+  const T c1 = mul(mul(sums.first, stats.rstd), inverse_n);
+  return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
 }
 
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
-  bool x_aligned, grad_aligned;  // rows begin at multiples of 16 bytes and are made of whole vectors
-  bool aligned;                  // both, and rows are equally far apart
   bool fused;
   int cluster;         // fused: blocks that share a row
   int depth;           // fused: stages of the ring of rows in flight
@@ -152,9 +163,7 @@ struct Slice {
 // A row keeps its address's place within 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu:
 // 673 MB for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
 //
-// kAligned: rows of x and grad_output begin at multiples of 16 bytes, are made of whole vectors and are equally far
-// apart.
-template <typename scalar_t, typename Plan, bool kAligned>
+template <typename scalar_t, typename Plan>
 struct RowRing {
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kBulk = true;
@@ -162,45 +171,35 @@ struct RowRing {
   static constexpr bool kBulk = false;
 #endif
   static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
-  static constexpr int kPitch = kThreads * kVecs * 16 + 128;  // bytes of a row, its place and an overhang included
+  static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
+  static constexpr bool kAligned = kVecBytes % 16 == 0;  // rows begin at multiples of 16 bytes
+  static constexpr int kPitch =
+      kThreads * kVecs * kVecBytes + 128;  // bytes of a row, its place and an overhang included
   static constexpr int kTensor = kRows * kPitch;
   static constexpr int kStageBytes = 2 * kTensor;
   static constexpr int kMaxDepth = 4;
+  // Of a row in the ring: the shared addresses of its x and grad_output, and its statistics.
+  struct Entry {
+    unsigned x, grad;
+    float rstd, mean;
+  };
   struct Barriers {
     uint64_t full[kMaxDepth], empty[kMaxDepth];
+    uint4 entries[kMaxDepth][kRows];
+    float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][kRows];
   };
 
-  // Of one tensor: of addresses and strides (in bytes) only the last bits, which say how a row lies in its stage.
-  struct Rows {
-    unsigned start, stride;
-    bool dense;  // a turn's rows are one run of memory
-
-    __device__ Rows(const NormBackwardParams& params, const void* data, const RowStrides& strides, const Slice& slice)
-        : start(static_cast<unsigned>(reinterpret_cast<uintptr_t>(data) + slice.first_col * sizeof(scalar_t))),
-          stride(static_cast<unsigned>(strides.row_stride * sizeof(scalar_t))),
-          dense(!Plan::kClusters && strides.is_even(params.rows) && strides.row_stride == params.hidden_size) {}
-
-    // Where the `group`-th row of a turn lies in its half of a stage, in bytes.
-    __device__ unsigned place(const RowStrides& strides, int turn_row, int group) const {
-      if (dense) return (start + static_cast<unsigned>(turn_row) * stride) % 128 + group * stride;
-      const unsigned offset = kAligned ? static_cast<unsigned>(turn_row + group) * stride
-                                       : static_cast<unsigned>(strides.offset(turn_row + group) * sizeof(scalar_t));
-      return (start + offset) % 128 + group * kPitch;
-    }
-  };
-
-  unsigned memory, full;                             // shared addresses: of the first stage, of its barrier
+  unsigned memory, full, entries, mean_tails;        // shared addresses: of the first stage and what belongs to it
   static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a stage's full barrier to its empty one
-  Rows x, grad;
   int depth, elements, stage = 0;
   unsigned parity = 0;
 
   // To be constructed by all threads of the block together.
-  __device__ RowRing(void* memory, Barriers& barriers, const NormBackwardParams& params, const Slice& slice, int depth)
+  __device__ RowRing(void* memory, Barriers& barriers, const Slice& slice, int depth)
       : memory(shared_address(memory)),
         full(shared_address(barriers.full)),
-        x(params, params.x, params.x_strides, slice),
-        grad(params, params.grad_output, params.grad_output_strides, slice),
+        entries(shared_address(barriers.entries)),
+        mean_tails(shared_address(barriers.mean_tails)),
         depth(depth),
         elements(slice.elements) {
     if (kBulk && threadIdx.x == 0) {
@@ -228,42 +227,73 @@ struct RowRing {
       const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(sizeof(scalar_t));
       // Lanes of even number for x, of odd number for grad_output
       const bool for_x = lane % 2 == 0;
-      const Rows rows = for_x ? x : grad;
-      const int64_t stride = (for_x ? params.x_strides.row_stride : params.grad_output_strides.row_stride) *
-                             static_cast<int64_t>(sizeof(scalar_t));
+      const RowStrides strides = for_x ? params.x_strides : params.grad_output_strides;
       const char* data = static_cast<const char*>(for_x ? params.x : params.grad_output) +
                          slice.first_col * static_cast<int64_t>(sizeof(scalar_t));
+      const auto source_of = [&](int row) {
+        return data + strides.offset(row) * static_cast<int64_t>(sizeof(scalar_t));
+      };
+      const auto past_of = [&](const char* source) {
+        return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
+      };
+      // Whether a turn's rows are one run of memory, and so one copy
+      const bool dense = !Plan::kClusters && strides.is_even(params.rows) && strides.row_stride == params.hidden_size;
       const int row_count = static_cast<int>(params.rows);
+      // A turn's statistics are on their way while the turn before is asked for: rstd and mean_tail in lanes of even
+      // number, mean in the others. A turn ahead, and waited for: the block that is furthest ahead waits for memory
+      // here while the others find the same line in the cache, which keeps the blocks together (H200: with statistics
+      // that arrive unwaited for, some SMs were done 30 to 70 us before the last, of 200).
+      constexpr int kShares = (kRows + 15) / 16;
+      float statistics[kShares], mean_tail[kShares];
+      const float* statistic = static_cast<const float*>(for_x ? params.rstd : params.mean);
+      const auto load_statistics = [&](int row) {
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int of_row = row + lane / 2 + 16 * share;
+          statistics[share] = mean_tail[share] = 0;
+          if (of_row >= row_count || !statistic) continue;
+          statistics[share] = __ldg(statistic + of_row);
+          if (sizeof(scalar_t) == 4 && for_x && params.mean_tail)
+            mean_tail[share] = __ldg(static_cast<const float*>(params.mean_tail) + of_row);
+        }
+      };
+      load_statistics(slice.first_row);
       for (int row = slice.first_row; row < row_count; row += slice.row_step) {
         const int count = min(kRows, row_count - row);
-        const int copies = rows.dense ? min(row_bytes, 1u) : row_bytes > 0 ? count : 0;
-        const unsigned bytes = rows.dense ? count * row_bytes : row_bytes;
-        const auto source_of = [&](int group) {
-          if constexpr (kAligned) return data + (row + group) * stride;
-          return data +
-                 (for_x ? params.x_strides.offset(row + group) : params.grad_output_strides.offset(row + group)) *
-                     static_cast<int64_t>(sizeof(scalar_t));
-        };
-        const auto past_of = [&](const char* source) {
-          return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
-        };
+        const int copies = row_bytes == 0 ? 0 : dense ? 1 : count;
+        const unsigned bytes = dense ? count * row_bytes : row_bytes;
         unsigned total = 2 * count * row_bytes;
         if constexpr (!kAligned) {
           total = 0;
           for (int group = lane / 2; group < copies; group += 16)
-            total += (past_of(source_of(group)) + bytes + 15) / 16 * 16;
+            total += (past_of(source_of(row + group)) + bytes + 15) / 16 * 16;
           total = __reduce_add_sync(0xffffffffu, total);
         }
         wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
+        const unsigned start = half(stage, lane % 2);
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int group = lane / 2 + 16 * share;
+          if (group >= count) continue;
+          const unsigned place =
+              dense ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row)) % 128) + group * row_bytes
+                    : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row + group)) % 128) + group * kPitch;
+          const unsigned entry = entries + 16 * (stage * kRows + group) + 4 * (lane % 2);
+          store_shared_element(entry, start + place);
+          store_shared_element(entry + 8, statistics[share]);
+          if (sizeof(scalar_t) == 4 && for_x)
+            store_shared_element(mean_tails + 4 * (stage * kRows + group), mean_tail[share]);
+        }
+        load_statistics(row + slice.row_step);
+        __syncwarp();
         if (lane == 0) expect_bytes(full + 8 * stage, total);
         __syncwarp();
 #pragma unroll 1
         for (int group = lane / 2; group < copies; group += 16) {
-          const char* source = source_of(group);
+          const char* source = source_of(row + group);
           const unsigned past = past_of(source);
-          const unsigned place =
-              rows.place(for_x ? params.x_strides : params.grad_output_strides, row, group) + half(stage, lane % 2);
-          copy_bulk(place - past, source - past, (past + bytes + 15) / 16 * 16, full + 8 * stage);
+          const unsigned place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128) + group * kPitch;
+          copy_bulk(start + place - past, source - past, (past + bytes + 15) / 16 * 16, full + 8 * stage);
         }
         next_stage();
       }
@@ -284,12 +314,11 @@ struct RowRing {
         const unsigned target = half(into, tensor) + group * kPitch;
 #pragma unroll 1
         for (int vec = rank; vec * kVec < elements; vec += kThreads) {
-          if (kAligned) {
+          if constexpr (kAligned) {
             copy_async(target + 16 * vec, source + vec * kVec);
           } else {
-            store_shared(
-                target + 16 * vec,
-                load_vec_anywhere<scalar_t, kVec>(source + vec * kVec, min(elements - vec * kVec, kVec)).words[0]);
+            for (int i = vec * kVec; i < min(vec * kVec + kVec, elements); ++i)
+              store_shared_element(target + i * static_cast<int>(sizeof(scalar_t)), __ldg(source + i));
           }
         }
       }
@@ -312,23 +341,37 @@ struct RowRing {
     }
   }
 
-  // A row in its stage: shared addresses.
-  struct Place {
-    unsigned x, grad;
-  };
-  __device__ Place place(const NormBackwardParams& params, int row, int group) const {
-    const unsigned at = memory + 2 * stage * kTensor;
-    if constexpr (kBulk)
-      return {at + x.place(params.x_strides, row - group, group),
-              at + kTensor + grad.place(params.grad_output_strides, row - group, group)};
-    return {at + group * kPitch, at + kTensor + group * kPitch};
+  // The `group`-th row of stage `of_stage`, row `row` of all.
+  __device__ Entry entry(const NormBackwardParams& params, int of_stage, int row, int group) const {
+    if constexpr (kBulk) {
+      const uint4 found = load_shared(entries + 16 * (of_stage * kRows + group));
+      return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w)};
+    }
+    const unsigned at = memory + 2 * of_stage * kTensor + group * kPitch;
+    const auto stats = load_stats<scalar_t>(params, row);
+    return {at, at + kTensor, static_cast<float>(stats.rstd), static_cast<float>(stats.mean)};
   }
-  // Vector `vec` of a row that lies at `at`.
-  __device__ RawVec<scalar_t, kVec> vec(unsigned at, int vec) const {
+  __device__ RowStats<scalar_t> stats(const NormBackwardParams& params, const Entry& entry, int of_stage, int row,
+                                      int group) const {
+    float mean_tail = 0;
+    if constexpr (sizeof(scalar_t) == 4)
+      mean_tail = kBulk ? load_shared_element<float>(mean_tails + 4 * (of_stage * kRows + group))
+                        : static_cast<float>(load_stats<scalar_t>(params, row).mean_tail);
+    return RowStats<scalar_t>({entry.rstd, entry.mean, mean_tail}, params);
+  }
+  // Vector `index` of a row that lies at `at`; of a last one the first `count` elements, and zeros.
+  __device__ RawVec<scalar_t, kVec> vec(unsigned at, int index, int count) const {
     RawVec<scalar_t, kVec> raw;
-    raw.words[0] = load_shared((kAligned ? at : at / 16 * 16) + 16 * vec);
-    if (!kAligned && at % 16 > 0)
-      raw.words[0] = window(raw.words[0], load_shared(at / 16 * 16 + 16 * vec + 16), at % 16);
+    if constexpr (kAligned) {
+      raw.words[0] = load_shared(at + 16 * index);
+    } else {
+      scalar_t found[kVec] = {};
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        if (i < count)
+          found[i] = load_shared_element<scalar_t>(at + (index * kVec + i) * static_cast<int>(sizeof(scalar_t)));
+      memcpy(&raw, found, sizeof(raw));
+    }
     return raw;
   }
   // Gives stage `read` free: this warp has read all it needs of it. `next` is the row that comes there.
@@ -415,14 +458,15 @@ struct SumExchange {
   }
 };
 
-template <typename scalar_t, typename weight_t, typename Plan, bool kAligned>
+template <typename scalar_t, typename weight_t, typename Plan>
 __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
                                int depth) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
   using Row = RowThreads<kThreads, kRows>;
-  using Ring = RowRing<scalar_t, Plan, kAligned>;
+  using Ring = RowRing<scalar_t, Plan>;
+  constexpr bool kAligned = Ring::kAligned;
   using Exchange = SumExchange<Plan, acc_t>;
   extern __shared__ __align__(128) uint4 ring_memory[];
   __shared__ typename Ring::Barriers ring_barriers;
@@ -433,7 +477,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   // Which rows, and which slice of them
   const Slice slice = Slice::of<Plan>(params);
   const int rank = Row::rank(), group = Row::group();
-  Ring ring(ring_memory, ring_barriers, params, slice, depth);
+  Ring ring(ring_memory, ring_barriers, slice, depth);
   Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
   if constexpr (Plan::kClusters) {
     cluster_sync();
@@ -458,59 +502,41 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     ring.bring_first(params, slice, group, rank);
     const int rows = static_cast<int>(params.rows);
     int row = slice.first_row + group;
-    SavedStats<acc_t> stats_next{};
-    if (row < rows) stats_next = load_stats<scalar_t>(params, row);
     scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + static_cast<int64_t>(row) * params.hidden_size +
                            slice.first_col + rank * kVec;
 
-    // This row's statistics, and those of the next on their way. A row ahead is enough, and better than more: the block
-    // that is furthest ahead waits for memory here while the others find the same line in the cache, which keeps the
-    // blocks together (H200: with statistics from the ring or 32 rows ahead, some SMs were done 30 to 70 us before the
-    // last, of 200).
-    const auto next_stats = [&] {
-      const RowStats<acc_t> stats(stats_next);
-      if (row + slice.row_step < rows) stats_next = load_stats<scalar_t>(params, row + slice.row_step);
-      return stats;
-    };
-    // Which vector of the row a thread reads as its v-th: beyond the slice the row's first, with weight 0, so that no
+    // Of whole vectors, where the slice has no v-th for this thread, the row's first with weight 0 takes its place: no
     // branch is needed and nothing but the row's own values can reach its sums.
-    const auto index_of = [&](int v) { return kAligned && elements_of(v) <= 0 ? 0 : v * kThreads + rank; };
+    const auto read = [&](unsigned at, int v) {
+      return ring.vec(at, kAligned && elements_of(v) <= 0 ? 0 : v * kThreads + rank, elements_of(v));
+    };
     // Sums along the row, and this row's part of the sums along the columns
-    const auto add_up = [&](const RowStats<acc_t>& stats, auto x_vec, auto grad_vec) {
+    const auto add_up = [&](const RowStats<scalar_t>& stats, auto x_vec, auto grad_vec) {
       Pair<acc_t> sums{0, 0};
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        if (!kAligned && elements_of(v) <= 0) continue;
-        RawVec<scalar_t, kVec> x_raw = x_vec(v), grad_raw = grad_vec(v);
-        if (!kAligned && elements_of(v) < kVec) {
-          zero_from(x_raw, elements_of(v));
-          zero_from(grad_raw, elements_of(v));
-        }
         acc_t x[kVec], grad[kVec];
-        unpack(x_raw, x);
-        unpack(grad_raw, grad);
-        add_to_sums(sums, stats, x, grad, weight[v]);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          grad_weight[v][i] = fma(grad[i], stats.x_hat(x[i]), grad_weight[v][i]);
-          grad_bias[v][i] += grad[i];
-        }
+        unpack(x_vec(v), x);
+        unpack(grad_vec(v), grad);
+        add_to_row(sums, stats, x, grad, weight[v]);
+        add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
       }
       return sums;
     };
-    const auto store = [&](const RowStats<acc_t>& stats, Pair<acc_t> sums, auto x_vec, auto grad_vec) {
-      const Pair<acc_t> means = row_means(sums, params, inverse_n);
+    const auto store = [&](const RowStats<scalar_t>& stats, Pair<acc_t> sums, auto x_vec, auto grad_vec) {
+      const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
         acc_t x[kVec], grad[kVec], values[kVec];
         unpack(x_vec(v), x);
         unpack(grad_vec(v), grad);
-        grad_input_of(values, stats, means, x, grad, weight[v]);
+        grad_input_of(values, stats, row_terms, x, grad, weight[v]);
         if constexpr (kAligned) {
           store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
         } else {
-          store_vec_anywhere<scalar_t, kVec, Row::kLanes>(grad_input + v * kThreads * kVec, values, elements_of(v),
-                                                          Row::lane_mask());
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            if (i < elements_of(v)) grad_input[v * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
         }
       }
       grad_input += slice.row_step * params.hidden_size;
@@ -522,15 +548,15 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       for (int turn = 0; row < rows; row += slice.row_step, turn ^= 1) {
         ring.wait_full();
         RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
-        const auto place = ring.place(params, row, group);
+        const auto entry = ring.entry(params, ring.stage, row, group);
+        const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-          x_raw[v] = ring.vec(place.x, index_of(v));
-          grad_raw[v] = ring.vec(place.grad, index_of(v));
+          x_raw[v] = read(entry.x, v);
+          grad_raw[v] = read(entry.grad, v);
         }
         ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
         ring.next_stage();
-        const RowStats<acc_t> stats = next_stats();
         const Pair<acc_t> sums = row_sum<Row>(
             add_up(stats, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; }), scratch[turn]);
         forget(x_raw);
@@ -540,27 +566,23 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
       // its stage again. Nothing of it stays in registers, so that a thread can hold more columns.
-      RowStats<acc_t> stats_behind({0, 0, 0});
-      typename Ring::Place place_behind{};
       int turn = 0;
       const auto finish = [&] {
+        const int behind = ring.stage == 0 ? depth - 1 : ring.stage - 1;
+        const auto entry = ring.entry(params, behind, row - slice.row_step, group);
         store(
-            stats_behind, exchange.collect(turn - 1), [&](int v) { return ring.vec(place_behind.x, index_of(v)); },
-            [&](int v) { return ring.vec(place_behind.grad, index_of(v)); });
-        ring.release(params, slice.first_col, ring.stage == 0 ? depth - 1 : ring.stage - 1,
-                     row + (depth - 1) * slice.row_step, group, rank);
+            ring.stats(params, entry, behind, row - slice.row_step, group), exchange.collect(turn - 1),
+            [&](int v) { return read(entry.x, v); }, [&](int v) { return read(entry.grad, v); });
+        ring.release(params, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank);
       };
 #pragma unroll 1
       for (; row < rows; row += slice.row_step, ++turn) {
         ring.wait_full();
-        const auto place = ring.place(params, row, group);
-        const RowStats<acc_t> stats = next_stats();
+        const auto entry = ring.entry(params, ring.stage, row, group);
         exchange.share(turn, add_up(
-                                 stats, [&](int v) { return ring.vec(place.x, index_of(v)); },
-                                 [&](int v) { return ring.vec(place.grad, index_of(v)); }));
+                                 ring.stats(params, entry, ring.stage, row, group),
+                                 [&](int v) { return read(entry.x, v); }, [&](int v) { return read(entry.grad, v); }));
         if (turn > 0) finish();
-        stats_behind = stats;
-        place_behind = place;
         ring.next_stage();
       }
       if (turn > 0) finish();
@@ -624,43 +646,42 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 // grad_input of one row, tile by tile where it is longer than the registers hold.
 template <typename scalar_t, typename weight_t, typename Plan>
 __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row,
-                                                acc_type<scalar_t> inverse_n, bool x_aligned, bool grad_aligned,
-                                                Pair<acc_type<scalar_t>>* scratch) {
+                                                acc_type<scalar_t> inverse_n, Pair<acc_type<scalar_t>>* scratch) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
   using Row = RowThreads<kThreads, kSplitThreads<Plan> / kThreads>;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
   const scalar_t* grad_row = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
-  const int rank = Row::rank();
-  const int last_tile = static_cast<int>(params.hidden_size - 1) / kTile * kTile;
-  const bool whole_vecs = params.hidden_size % kVec == 0;
-  const RowStats<acc_t> stats(load_stats<scalar_t>(params, row));
+  const int own = Row::rank() * kVec;
+  const int hidden_size = static_cast<int>(params.hidden_size);
+  const int last_tile = (hidden_size - 1) / kTile * kTile;
+  const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
 
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
   const auto load = [&](int tile) {
-    const int left = static_cast<int>(params.hidden_size) - tile;
-    load_tile<scalar_t, kThreads>(x_raw, x_row + tile, left, rank, x_aligned);
-    load_tile<scalar_t, kThreads>(grad_raw, grad_row + tile, left, rank, grad_aligned);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = tile + v * kThreads * kVec + own;
+      x_raw[v] = load_some<scalar_t, kVec>(x_row + col, hidden_size - col);
+      grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, hidden_size - col);
+    }
   };
   Pair<acc_t> sums{0, 0};
   acc_t x[kVec], grad[kVec], weight[kVec];
-  const auto load_weight_of = [&](int64_t col) {
-    load_weight<weight_t>(weight, params, col, static_cast<int>(min(params.hidden_size - col, int64_t{kVec})));
-  };
 #pragma unroll 1
   for (int tile = 0; tile <= last_tile; tile += kTile) {
     load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t col = tile + (v * kThreads + rank) * kVec;
-      if (col >= params.hidden_size) continue;
+      const int col = tile + v * kThreads * kVec + own;
+      if (col >= hidden_size) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight_of(col);
-      add_to_sums(sums, stats, x, grad, weight);
+      load_weight<weight_t>(weight, params, col, hidden_size - col);
+      add_to_row(sums, stats, x, grad, weight);
     }
   }
-  const Pair<acc_t> means = row_means(row_sum<Row>(sums, scratch), params, inverse_n);
+  const Pair<acc_t> row_terms = slope_and_level(row_sum<Row>(sums, scratch), stats, params, inverse_n);
 
   forget(x_raw);
   forget(grad_raw);
@@ -670,20 +691,14 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t col = tile + (v * kThreads + rank) * kVec;
-      if (whole_vecs && col >= params.hidden_size) continue;
+      const int col = tile + v * kThreads * kVec + own;
+      if (col >= hidden_size) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight_of(col);
+      load_weight<weight_t>(weight, params, col, hidden_size - col);
       acc_t values[kVec];
-      grad_input_of(values, stats, means, x, grad, weight);
-      if (whole_vecs) {
-        store_vec(grad_input + col, values);
-      } else {
-        store_vec_anywhere<scalar_t, kVec, Row::kLanes>(
-            grad_input + col, values, static_cast<int>(max(min(params.hidden_size - col, int64_t{kVec}), int64_t{0})),
-            Row::lane_mask());
-      }
+      grad_input_of(values, stats, row_terms, x, grad, weight);
+      store_some(grad_input + col, values, hidden_size - col);
     }
   }
 }
@@ -699,8 +714,7 @@ __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t inde
 // `lanes` along a row and kBlock/lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec sums.
 template <typename scalar_t, int kVec, int kBlock>
 __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& params, int tile, int split, int splits,
-                                                    int lanes, bool x_aligned, bool grad_aligned,
-                                                    acc_type<scalar_t>* scratch) {
+                                                    int lanes, acc_type<scalar_t>* scratch) {
   using acc_t = acc_type<scalar_t>;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   const int row_lane = static_cast<int>(threadIdx.x) / lanes;
@@ -719,16 +733,11 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
     for (int64_t row = first_row + row_lane; row < end_row; row += row_lanes) {
       const scalar_t* x_at = x_column + params.x_strides.offset(row);
       const scalar_t* grad_at = grad_column + params.grad_output_strides.offset(row);
-      const RowStats<acc_t> stats(load_stats<scalar_t>(params, row));
+      const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
       acc_t x[kVec], grad[kVec];
-      unpack(x_aligned ? load_vec<scalar_t, kVec>(x_at) : load_vec_anywhere<scalar_t, kVec>(x_at, count), x);
-      unpack(grad_aligned ? load_vec<scalar_t, kVec>(grad_at) : load_vec_anywhere<scalar_t, kVec>(grad_at, count),
-             grad);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        grad_weight[i] = fma(grad[i], stats.x_hat(x[i]), grad_weight[i]);
-        grad_bias[i] += grad[i];
-      }
+      unpack(load_some<scalar_t, kVec>(x_at, count), x);
+      unpack(load_some<scalar_t, kVec>(grad_at, count), grad);
+      add_to_columns(grad_weight, grad_bias, stats, x, grad);
     }
   }
 
@@ -786,12 +795,11 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
     const int splits = launch.blocks / launch.column_tiles;
     backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, blockIdx.x % launch.column_tiles,
                                                       blockIdx.x / launch.column_tiles, splits, launch.column_lanes,
-                                                      launch.x_aligned, launch.grad_aligned, scratch.columns);
+                                                      scratch.columns);
   } else {
     const int64_t row = block * kRows + Row::group();
     if (row >= params.rows) return;
-    backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, launch.x_aligned, launch.grad_aligned,
-                                              scratch.rows);
+    backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, scratch.rows);
   }
 }
 
@@ -830,13 +838,13 @@ struct Residence {
   int depth = 0, clusters = 0;
 };
 
-template <typename scalar_t, typename weight_t, typename Plan, bool kAligned>
+template <typename scalar_t, typename weight_t, typename Plan>
 cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Residence& residence) {
   constexpr int kDevices = 64;
   static std::atomic<uint64_t> known[kDevices][kMaxCluster + 1];
   static OncePerDevice allowed;
-  using Ring = RowRing<scalar_t, Plan, kAligned>;
-  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan, kAligned>;
+  using Ring = RowRing<scalar_t, Plan>;
+  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan>;
   const uint64_t before = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
   if (before > 0) {
     residence = {static_cast<int>(before >> 32), static_cast<int>(before & 0xffffffffu)};
@@ -880,9 +888,7 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
     if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
         (Plan::kClusters ? cluster > 1 : wants_columns && !small)) {
       Residence residence;
-      const auto residence_on_device =
-          launch.aligned ? residence_of<scalar_t, weight_t, Plan, true> : residence_of<scalar_t, weight_t, Plan, false>;
-      const cudaError_t error = residence_on_device(device, facts, cluster, residence);
+      const cudaError_t error = residence_of<scalar_t, weight_t, Plan>(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
       if (residence.clusters > 0) {
         const int64_t turns = (params.rows + Plan::kRows - 1) / Plan::kRows;
@@ -922,18 +928,12 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, F&& f) {
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
-    return dispatch_plan<BackwardLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
-      using Plan = decltype(plan);
-      const bool whole = params.hidden_size % Plan::kVec == 0;
-      BackwardLaunch launch{};
-      launch.x_aligned = whole && rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides);
-      launch.grad_aligned =
-          whole && rows_are_aligned<scalar_t, Plan::kVec>(params.grad_output, params.grad_output_strides);
-      launch.aligned = launch.x_aligned && launch.grad_aligned && params.x_strides.is_even(params.rows) &&
-                       params.grad_output_strides.is_even(params.rows);
-      const cudaError_t error = plan_launch<scalar_t, weight_t, decltype(plan)>(params, device, facts, launch);
-      return error == cudaSuccess ? f(types, plan, launch) : error;
-    });
+    return dispatch_rows<BackwardLadder<scalar_t>, RaggedBackwardLadder<scalar_t>, scalar_t>(
+        params.hidden_size, facts.max_cluster, [&](auto plan) {
+          BackwardLaunch launch{};
+          const cudaError_t error = plan_launch<scalar_t, weight_t, decltype(plan)>(params, device, facts, launch);
+          return error == cudaSuccess ? f(types, plan, launch) : error;
+        });
   });
 }
 
@@ -959,11 +959,9 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     if constexpr (sizeof(scalar_t) < 8) {
       if (launch.fused) {
         const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
-                                       launch.depth * RowRing<scalar_t, Plan, true>::kStageBytes, launch.cluster,
-                                       stream);
-        const auto kernel = launch.aligned ? norm_backward_fused_kernel<scalar_t, weight_t, Plan, true>
-                                           : norm_backward_fused_kernel<scalar_t, weight_t, Plan, false>;
-        const cudaError_t error = cudaLaunchKernelEx(&persistent.config, kernel, params, inverse_n, launch.depth);
+                                       launch.depth * RowRing<scalar_t, Plan>::kStageBytes, launch.cluster, stream);
+        const cudaError_t error = cudaLaunchKernelEx(
+            &persistent.config, norm_backward_fused_kernel<scalar_t, weight_t, Plan>, params, inverse_n, launch.depth);
         if (error != cudaSuccess) return error;
       }
     }

@@ -43,27 +43,14 @@ struct Slice {
   }
 };
 
-// A vector of ones.
-template <typename T, int kVec>
-__device__ __forceinline__ RawVec<T, kVec> one_vec() {
-  RawVec<T, kVec> raw;
-  T elements[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(1.f);
-  memcpy(&raw, elements, sizeof(raw));
-  return raw;
-}
-
 // Bytes of a slice in the ring, with room for its address's place within 128 bytes (RowRing in norm_backward.cu says
-// why) and an overhang.
+// why).
 template <typename Plan>
 constexpr int kSlicePitch = Plan::kThreads * Plan::kVecs * 16 + 128;
 
 // Beside the warps that sum and write there are one that asks the copy engine for slices and one that merges the sums
 // of warps and blocks. They wait for each other row by row, at barriers in shared memory.
-//
-// kAligned: rows of x begin at multiples of 16 bytes. Those of y do, as hidden_size is a multiple of the vector.
-template <typename scalar_t, typename weight_t, typename Plan, bool kAligned>
+template <typename scalar_t, typename weight_t, typename Plan>
 __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     norm_forward_stream_kernel(const __grid_constant__ NormForwardParams params, float inverse_n) {
 #if __CUDA_ARCH__ >= 900
@@ -124,12 +111,10 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     for (int64_t row = first_row; row < params.rows; row += row_step) {
       const char* source = x + params.x_strides.offset(row) * static_cast<int64_t>(sizeof(scalar_t));
       const unsigned place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128);
-      const unsigned past = kAligned ? 0 : place % 16;  // the aligned 16 bytes that cover the slice
-      const unsigned total = (past + bytes + 15) / 16 * 16;
       wait_barrier(released_at + 8 * stage, parity ^ 1);
       places[stage] = place;
-      expect_bytes(arrived_at + 8 * stage, total);
-      copy_bulk(memory + stage * kPitch + place - past, source - past, total, arrived_at + 8 * stage);
+      expect_bytes(arrived_at + 8 * stage, bytes);
+      copy_bulk(memory + stage * kPitch + place, source, bytes, arrived_at + 8 * stage);
       next_stage();
     }
   } else if (warp == Row::kWarps + 1) {
@@ -180,9 +165,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     const auto slice_at = [&](int stage) { return memory + stage * kPitch + places[stage]; };
     const auto read = [&](unsigned at, int v) {
       Vec raw;
-      const unsigned address = (kAligned ? at : at / 16 * 16) + 16 * (v * kThreads + rank);
-      raw.words[0] = load_shared(address);
-      if (!kAligned && at % 16 > 0) raw.words[0] = window(raw.words[0], load_shared(address + 16), at % 16);
+      raw.words[0] = load_shared(at + 16 * (v * kThreads + rank));
       return raw;
     };
 
@@ -306,20 +289,16 @@ cudaError_t launch_plan(const NormForwardParams& params, int device, const Devic
   while (cluster * tile < params.hidden_size) cluster *= 2;
   if (cluster > facts.max_cluster || params.hidden_size % Plan::kVec != 0) return cudaErrorNotSupported;
 
-  const auto aligned = norm_forward_stream_kernel<scalar_t, weight_t, Plan, true>;
-  const auto anywhere = norm_forward_stream_kernel<scalar_t, weight_t, Plan, false>;
+  const auto kernel = norm_forward_stream_kernel<scalar_t, weight_t, Plan>;
   int clusters = device < kDevices ? known[device][cluster].load(std::memory_order_acquire) - 1 : -1;
   if (clusters < 0) {
-    // One answer for both, as where x lies must not decide
-    clusters = std::min(clusters_at_once(aligned, facts, kThreads, kBytes, cluster),
-                        clusters_at_once(anywhere, facts, kThreads, kBytes, cluster));
+    clusters = clusters_at_once(kernel, facts, kThreads, kBytes, cluster);
     if (device < kDevices) known[device][cluster].store(1 + clusters, std::memory_order_release);
   }
   if (clusters == 0) return cudaErrorNotSupported;
   const ClusterLaunch launch(std::min<int64_t>(params.rows, clusters) * cluster, kThreads, kBytes, cluster, stream);
-  return cudaLaunchKernelEx(&launch.config,
-                            rows_are_aligned<scalar_t, Plan::kVec>(params.x, params.x_strides) ? aligned : anywhere,
-                            params, static_cast<float>(1.0 / static_cast<double>(params.hidden_size)));
+  return cudaLaunchKernelEx(&launch.config, kernel, params,
+                            static_cast<float>(1.0 / static_cast<double>(params.hidden_size)));
 }
 
 }  // namespace

@@ -167,12 +167,21 @@ struct RowView {
   RowStrides strides;
 
   RowView(const Tensor& x, int64_t normalized_ndim, const Extent& extent) : tensor(materialized(x)) {
-    if (auto found = row_strides_of(tensor, normalized_ndim, extent)) {
+    const auto found = row_strides_of(tensor, normalized_ndim, extent);
+    if (found && is_in_place(*found, extent)) {
       strides = *found;
     } else {
-      tensor = tensor.contiguous();
+      tensor = tensor.clone(at::MemoryFormat::Contiguous);
       strides = RowStrides{extent.rows, extent.hidden_size, 0};
     }
+  }
+
+ private:
+  // CUDA kernels move rows that are made of whole 16 bytes as such, so these must begin at multiples of 16 bytes.
+  bool is_in_place(const RowStrides& rows, const Extent& extent) const {
+    const int64_t vec = 16 / static_cast<int64_t>(tensor.element_size());
+    return tensor.is_cpu() || tensor.scalar_type() == at::kDouble || extent.hidden_size % vec != 0 ||
+           (is_aligned16(tensor) && rows.row_stride % vec == 0 && rows.group_stride % vec == 0);
   }
 };
 

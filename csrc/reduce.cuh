@@ -13,6 +13,7 @@ namespace fused_layernorm {
 template <int kThreads, int kRows>
 struct RowThreads {
   static_assert(kThreads <= 32 || kRows <= 8, "barrier() counts to eight");
+  static constexpr int kThreadsOfRow = kThreads;
   static constexpr int kLanes = kThreads < 32 ? kThreads : 32;
   static constexpr int kWarps = kThreads / kLanes;
 

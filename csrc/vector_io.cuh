@@ -54,16 +54,30 @@ constexpr DType dtype_of<__nv_bfloat16> = DType::kBFloat16;
 template <>
 constexpr DType dtype_of<double> = DType::kFloat64;
 
-// kVec elements as they lie in memory: whole 16-byte words, or one element.
+// kVec elements as they lie in memory, as the words they are loaded by: of 16 bytes, or one shorter word.
+template <int kBytes>
+struct WordOf {
+  using type = uint4;
+};
+template <>
+struct WordOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using type = unsigned;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
 template <typename T, int kVec>
 struct RawVec {
-  static constexpr int kWords = kVec * static_cast<int>(sizeof(T)) / 16;
-  static_assert(kWords * 16 == kVec * static_cast<int>(sizeof(T)), "a vector is a multiple of 16 bytes");
-  uint4 words[kWords];
-};
-template <typename T>
-struct RawVec<T, 1> {
-  T element;
+  static constexpr int kBytes = kVec * static_cast<int>(sizeof(T));
+  using Word = typename WordOf<(kBytes < 16 ? kBytes : 16)>::type;
+  static constexpr int kWords = kBytes / static_cast<int>(sizeof(Word));
+  static_assert(kWords * static_cast<int>(sizeof(Word)) == kBytes, "a vector is whole words");
+  Word words[kWords];
 };
 
 template <typename T, int kVec>
@@ -73,66 +87,38 @@ __device__ __forceinline__ RawVec<T, kVec> zero_vec() {
   return raw;
 }
 
-// From 16-byte aligned memory (element-aligned for kVec = 1) that nobody writes while the kernel runs.
+// A vector of ones.
 template <typename T, int kVec>
-__device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
+__device__ __forceinline__ RawVec<T, kVec> one_vec() {
   RawVec<T, kVec> raw;
-  if constexpr (kVec == 1) {
-    raw.element = __ldg(source);
-  } else {
+  T elements[kVec];
 #pragma unroll
-    for (int word = 0; word < raw.kWords; ++word)
-      raw.words[word] = __ldg(reinterpret_cast<const uint4*>(source) + word);
-  }
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(acc_type<T>(1));
+  memcpy(&raw, elements, sizeof(raw));
   return raw;
 }
 
-// 16 of the 32 bytes of (low, high), from byte `from` on; `from`, 0 to 15, is the same for all lanes of a row.
-__device__ __forceinline__ uint4 window(uint4 low, uint4 high, unsigned from) {
-  const unsigned bits = from % 4 * 8;
-  const auto shifted = [bits](unsigned a, unsigned b, unsigned c, unsigned d, unsigned e) {
-    return make_uint4(__funnelshift_r(a, b, bits), __funnelshift_r(b, c, bits), __funnelshift_r(c, d, bits),
-                      __funnelshift_r(d, e, bits));
-  };
-  switch (from / 4) {
-    case 0: return shifted(low.x, low.y, low.z, low.w, high.x);
-    case 1: return shifted(low.y, low.z, low.w, high.x, high.y);
-    case 2: return shifted(low.z, low.w, high.x, high.y, high.z);
-    default: return shifted(low.w, high.x, high.y, high.z, high.w);
-  }
+// From memory aligned to its words that nobody writes while the kernel runs.
+template <typename T, int kVec>
+__device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
+  RawVec<T, kVec> raw;
+#pragma unroll
+  for (int word = 0; word < raw.kWords; ++word)
+    raw.words[word] = __ldg(reinterpret_cast<const typename RawVec<T, kVec>::Word*>(source) + word);
+  return raw;
 }
 
+// The first `count` elements of a vector; the others are 0. Vectors of less than 16 bytes belong to ragged rows and are
+// read element by element; the others are whole, or not there at all.
 template <typename T, int kVec>
-__device__ __forceinline__ void zero_from(RawVec<T, kVec>& raw, int count) {
-  T elements[kVec];
-  memcpy(elements, &raw, sizeof(raw));
+__device__ __forceinline__ RawVec<T, kVec> load_some(const T* source, int count) {
+  if constexpr (RawVec<T, kVec>::kBytes >= 16) return count > 0 ? load_vec<T, kVec>(source) : zero_vec<T, kVec>();
+  T elements[kVec] = {};
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
-    if (i >= count) memset(elements + i, 0, sizeof(T));
-  memcpy(&raw, elements, sizeof(raw));
-}
-
-// The first `count` elements (1 to kVec) of a vector from memory aligned to its elements; the others are 0. Reads the
-// aligned 16 bytes around them, of which some may not belong to the tensor: an aligned 16 bytes that holds one byte of
-// an allocation holds no byte that would be forbidden to read.
-template <typename T, int kVec>
-__device__ __forceinline__ RawVec<T, kVec> load_vec_anywhere(const T* source, int count) {
+    if (i < count) elements[i] = __ldg(source + i);
   RawVec<T, kVec> raw;
-  if constexpr (kVec == 1) {
-    raw.element = __ldg(source);
-  } else {
-    const unsigned from = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
-    const uint4* aligned = reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(source) - from);
-    const int end = static_cast<int>(from) + count * static_cast<int>(sizeof(T));
-    uint4 high = __ldg(aligned);
-#pragma unroll
-    for (int word = 0; word < raw.kWords; ++word) {
-      const uint4 low = high;
-      if (16 * word + 16 < end) high = __ldg(aligned + word + 1);
-      raw.words[word] = window(low, high, from);
-    }
-    if (count < kVec) zero_from(raw, count);
-  }
+  memcpy(&raw, elements, sizeof(raw));
   return raw;
 }
 
@@ -154,13 +140,10 @@ __device__ __forceinline__ void widen_pair(unsigned word, float& low, float& hig
 template <typename T, int kVec, typename acc_t>
 __device__ __forceinline__ void unpack(const RawVec<T, kVec>& raw, acc_t (&values)[kVec]) {
   if constexpr (kVec > 1 && sizeof(T) == 2) {
+    unsigned pairs[kVec / 2];
+    memcpy(pairs, &raw, sizeof(raw));
 #pragma unroll
-    for (int i = 0; i < kVec; i += 8) {
-      const uint4 word = raw.words[i / 8];
-      const unsigned pairs[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) widen_pair<T>(pairs[pair], values[i + 2 * pair], values[i + 2 * pair + 1]);
-    }
+    for (int pair = 0; pair < kVec / 2; ++pair) widen_pair<T>(pairs[pair], values[2 * pair], values[2 * pair + 1]);
   } else {
     T elements[kVec];
     memcpy(elements, &raw, sizeof(raw));
@@ -175,35 +158,44 @@ template <typename T, int kVecs, int kVec>
 __device__ __forceinline__ void forget(RawVec<T, kVec> (&raw)[kVecs]) {
   if constexpr (kVec > 1 && sizeof(T) == 2) {
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v)
+    for (int v = 0; v < kVecs; ++v) {
+      unsigned pairs[kVec / 2];
+      memcpy(pairs, &raw[v], sizeof(pairs));
 #pragma unroll
-      for (uint4& word : raw[v].words) asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+      for (unsigned& pair : pairs) asm volatile("" : "+r"(pair));
+      memcpy(&raw[v], pairs, sizeof(pairs));
+    }
   }
 }
 
-// To memory aligned to the vector's size or 16 bytes, whichever is smaller. Streaming stores (.cs) gained nothing in
+// To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in
 // backward and lost 0.02 of the copy in forward (H200, 256 MiB).
 template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ RawVec<T, kVec> pack(const acc_t (&values)[kVec]) {
+  T elements[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
+  RawVec<T, kVec> raw;
+  memcpy(&raw, elements, sizeof(raw));
+  return raw;
+}
+template <typename T, int kVec, typename acc_t>
 __device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]) {
-  if constexpr (kVec == 1) {
-    *target = narrow<T>(values[0]);
+  const RawVec<T, kVec> raw = pack<T>(values);
+#pragma unroll
+  for (int word = 0; word < raw.kWords; ++word)
+    reinterpret_cast<typename RawVec<T, kVec>::Word*>(target)[word] = raw.words[word];
+}
+
+// Its first `count` elements, as load_some() reads them.
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void store_some(T* target, const acc_t (&values)[kVec], int count) {
+  if constexpr (RawVec<T, kVec>::kBytes >= 16) {
+    if (count > 0) store_vec(target, values);
   } else {
-    constexpr int kBytes = kVec * static_cast<int>(sizeof(T));
-    T elements[kVec];
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
-    if constexpr (kBytes == 8) {
-      uint2 word;
-      memcpy(&word, elements, 8);
-      *reinterpret_cast<uint2*>(target) = word;
-    } else {
-#pragma unroll
-      for (int word = 0; word < kBytes / 16; ++word) {
-        uint4 bits;
-        memcpy(&bits, elements + word * (16 / sizeof(T)), 16);
-        reinterpret_cast<uint4*>(target)[word] = bits;
-      }
-    }
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) target[i] = narrow<T>(values[i]);
   }
 }
 
@@ -249,59 +241,6 @@ __host__ __device__ constexpr int64_t vecs_of(int64_t elements) {
   return (elements + kVec - 1) / kVec;
 }
 
-// A vector's first `count` elements (0 or less: none) to memory that is aligned to elements only, by all lanes of a
-// row's warp together: lane l has the vector before lane l+1's. Each lane completes the aligned 16 bytes that its
-// vector begins in with the end of its neighbour's; what no lane completes goes element by element.
-template <typename T, int kVec, int kLanes, typename acc_t>
-__device__ __forceinline__ void store_vec_anywhere(T* target, const acc_t (&values)[kVec], int count, unsigned lanes) {
-  if constexpr (kVec == 1) {
-    if (count > 0) *target = narrow<T>(values[0]);
-  } else {
-    static_assert(kVec * sizeof(T) == 16, "one word a vector");
-    T elements[kVec];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
-    uint4 own, before;
-    memcpy(&own, elements, 16);
-    before.x = __shfl_up_sync(lanes, own.x, 1, kLanes);
-    before.y = __shfl_up_sync(lanes, own.y, 1, kLanes);
-    before.z = __shfl_up_sync(lanes, own.z, 1, kLanes);
-    before.w = __shfl_up_sync(lanes, own.w, 1, kLanes);
-    const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
-    const int head = kVec - static_cast<int>(past / sizeof(T));  // elements before the next 16 bytes
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    const bool whole = count >= head && (past == 0 || lane > 0);
-    const bool next_whole = __shfl_down_sync(lanes, whole, 1, kLanes) && lane < kLanes - 1;
-    if (whole)
-      *reinterpret_cast<uint4*>(reinterpret_cast<uintptr_t>(target) - past) =
-          past == 0 ? own : window(before, own, 16 - past);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count && !(i < head ? whole : next_whole)) target[i] = elements[i];
-  }
-}
-
-// A tile of a row: vectors v * kThreads + rank for v < kVecs of the `elements` elements from `tile` on; what lies
-// beyond becomes 0. `aligned`: every vector begins at a multiple of 16 bytes and is whole.
-template <typename T, int kThreads, int kVecs, int kVec>
-__device__ __forceinline__ void load_tile(RawVec<T, kVec> (&raw)[kVecs], const T* tile, int elements, int rank,
-                                          bool aligned) {
-  const T* first = tile + rank * kVec;
-  const int left = elements - rank * kVec;
-  if (aligned) {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v)
-      raw[v] = v * kThreads * kVec < left ? load_vec<T, kVec>(first + v * kThreads * kVec) : zero_vec<T, kVec>();
-  } else {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      const int here = left - v * kThreads * kVec;
-      raw[v] =
-          here > 0 ? load_vec_anywhere<T, kVec>(first + v * kThreads * kVec, min(here, kVec)) : zero_vec<T, kVec>();
-    }
-  }
-}
-
 __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
@@ -317,10 +256,23 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 word) {
                : "memory");
 }
 
+template <typename T>
+__device__ __forceinline__ T load_shared_element(unsigned address) {
+  return *static_cast<const T*>(__cvta_shared_to_generic(address));
+}
+template <typename T>
+__device__ __forceinline__ void store_shared_element(unsigned address, T value) {
+  *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
+}
+
 // Copies 16 bytes from global to shared memory while the thread goes on. Copies belong to the group that the thread
 // commits next; wait_for_copies<n> returns when all but the thread's last n groups have landed.
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+// The first `bytes` of them, and zeros.
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups>
@@ -372,13 +324,6 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, u
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 #endif
-}
-
-// Whether rows of a tensor can be read by 16-byte accesses, or are elements to be read one by one (host side).
-template <typename T, int kVec>
-bool rows_are_aligned(const void* data, const RowStrides& strides) {
-  return kVec == 1 || (reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides.row_stride % kVec == 0 &&
-                       strides.group_stride % kVec == 0);
 }
 
 }  // namespace fused_layernorm
