@@ -5,15 +5,21 @@ operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by
 the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
 """
 
+import functools
 import importlib
 import importlib.util
 import os
 import runpy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch  # before the extension: its libraries are what the extension is linked against
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from . import reference
 
 # In a source folder in place, as an extension there goes before one in site-packages.
 _IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
@@ -141,6 +147,78 @@ else:
     def set_differentiable_backward(function) -> None:
         pass
 
+
+# ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
+
+norm_operator = norm_backward_operator = None
+if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
+    norm_operator = torch.ops.fused_layernorm.norm_forward.default
+    norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
+
+    @torch.library.register_fake(norm_operator)
+    def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None):
+        leading = x.dim() - normalized_ndim
+        reference.check_norm_arguments(x, weight, bias, x.shape[leading:], weight_offset, out_dtype)
+        stats_dtype = reference.accumulation_dtype(x.dtype)
+        stats = x.new_empty((1 if is_rms_norm else 3, *x.shape[:leading]), dtype=stats_dtype)
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), stats
+
+    @torch.library.register_fake(norm_backward_operator)
+    def _(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype):
+        shape = x.shape[x.dim() - normalized_ndim :]
+        return (
+            x.new_empty(x.shape if wants_x else 0),
+            weight.new_empty(shape) if wants_weight and weight is not None else x.new_empty(0),
+            x.new_empty(shape, dtype=bias_dtype) if bias_dtype else x.new_empty(0),
+        )
+
+
+@torch.compiler.assume_constant_result
+def operator_takes_type(cls: type) -> bool:
+    """Whether the operators know what to do with tensors of this class. The first DTensor brings the sharding rules."""
+    distributed = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes as long as torch itself
+    if distributed and issubclass(cls, distributed.DTensor):
+        _register_sharding_rules()
+        return True
+    return cls in (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+@functools.cache
+def _register_sharding_rules() -> None:
+    """Tell DTensor how the operators work on shards: x by any dimension before the normalized ones, whole parameters."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def shard_dims(x, normalized_ndim):
+        return range(len(x.shape) - normalized_ndim)
+
+    def whole(*tensors):
+        return [None if tensor is None else Replicate() for tensor in tensors]
+
+    @register_sharding(norm_operator)
+    def _(x, weight, bias, normalized_ndim, *options):
+        rules = [([Replicate()] * 2, [Replicate(), *whole(weight, bias), None, *[None] * len(options)])]
+        for dim in shard_dims(x, normalized_ndim):
+            y_and_stats = [Shard(dim), Shard(dim + 1)]  # stats has one dimension before those of x
+            rules.append((y_and_stats, [Shard(dim), *whole(weight, bias), None, *[None] * len(options)]))
+        return rules
+
+    @register_sharding(norm_backward_operator)
+    def _(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype):
+        no_tensors = [None] * 6
+        rules = [([Replicate()] * 3, [Replicate(), Replicate(), *whole(weight), Replicate(), *no_tensors])]
+        for dim in shard_dims(x, normalized_ndim):
+            # What is not wanted is an empty tensor, the same everywhere.
+            gradients = [
+                Shard(dim) if wants_x else Replicate(),
+                Partial("sum") if wants_weight else Replicate(),
+                Partial("sum") if bias_dtype is not None else Replicate(),
+            ]
+            rules.append((gradients, [Shard(dim), Shard(dim), *whole(weight), Shard(dim + 1), *no_tensors]))
+        return rules
+
+
+# ---- the warning about the reference ---------------------------------------------------------------------------------
 
 _may_warn = problem is None and _choice == "auto"  # a problem was told at import; a choice by hand is known
 
