@@ -164,7 +164,9 @@ if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), stats
 
     @torch.library.register_fake(norm_backward_operator)
-    def _(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype):
+    def _(
+        grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype
+    ):
         shape = x.shape[x.dim() - normalized_ndim :]
         return (
             x.new_empty(x.shape if wants_x else 0),
@@ -173,7 +175,6 @@ if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older
         )
 
 
-@torch.compiler.assume_constant_result
 def operator_takes_type(cls: type) -> bool:
     """Whether the operators know what to do with tensors of this class. The first DTensor brings the sharding rules."""
     distributed = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes as long as torch itself
@@ -183,39 +184,46 @@ def operator_takes_type(cls: type) -> bool:
     return cls in (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds: Dynamo
+# calls the function while it traces, instead of tracing into it.
+operator_takes_type._dynamo_marked_constant = True
+
+
 @functools.cache
 def _register_sharding_rules() -> None:
-    """Tell DTensor how the operators work on shards: x by any dimension before the normalized ones, whole parameters."""
+    """Tell DTensor how the operators work on shards: x split along a dimension that is not normalized, weights whole."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def shard_dims(x, normalized_ndim):
-        return range(len(x.shape) - normalized_ndim)
+    def rules(x, normalized_ndim, rule):
+        """What `rule` returns, (results, arguments), where all is whole, and for each way to split the rows.
 
-    def whole(*tensors):
-        return [None if tensor is None else Replicate() for tensor in tensors]
+        Its arguments are the placements of a tensor like x, of stats, and of a sum over the rows.
+        """
+        found = [rule(Replicate(), Replicate(), Replicate())]
+        for dim in range(len(x.shape) - normalized_ndim):  # stats has one dimension before those of x
+            found.append(rule(Shard(dim), Shard(dim + 1), Partial("sum")))
+        return found
+
+    def whole(tensor):
+        return None if tensor is None else Replicate()
 
     @register_sharding(norm_operator)
     def _(x, weight, bias, normalized_ndim, *options):
-        rules = [([Replicate()] * 2, [Replicate(), *whole(weight, bias), None, *[None] * len(options)])]
-        for dim in shard_dims(x, normalized_ndim):
-            y_and_stats = [Shard(dim), Shard(dim + 1)]  # stats has one dimension before those of x
-            rules.append((y_and_stats, [Shard(dim), *whole(weight, bias), None, *[None] * len(options)]))
-        return rules
+        no_tensors = [None] * (1 + len(options))
+        return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            [rows, stats], [rows, whole(weight), whole(bias), *no_tensors]))  # fmt: skip
 
     @register_sharding(norm_backward_operator)
-    def _(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype):
-        no_tensors = [None] * 6
-        rules = [([Replicate()] * 3, [Replicate(), Replicate(), *whole(weight), Replicate(), *no_tensors])]
-        for dim in shard_dims(x, normalized_ndim):
-            # What is not wanted is an empty tensor, the same everywhere.
-            gradients = [
-                Shard(dim) if wants_x else Replicate(),
-                Partial("sum") if wants_weight else Replicate(),
-                Partial("sum") if bias_dtype is not None else Replicate(),
-            ]
-            rules.append((gradients, [Shard(dim), Shard(dim), *whole(weight), Shard(dim + 1), *no_tensors]))
-        return rules
+    def _(grad_output, x, weight, stats, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        wants = options[2:]
+
+        def gradients(*placements):  # what is not wanted is an empty tensor, the same everywhere
+            return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
+
+        return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            gradients(rows, sum_of_rows, sum_of_rows), [rows, rows, whole(weight), stats, *no_tensors]))  # fmt: skip
 
 
 # ---- the warning about the reference ---------------------------------------------------------------------------------
