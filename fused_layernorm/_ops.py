@@ -191,7 +191,7 @@ operator_takes_type._dynamo_marked_constant = True
 
 @functools.cache
 def _register_sharding_rules() -> None:
-    """Tell DTensor how the operators work on shards: x split along a dimension that is not normalized, weights whole."""
+    """Tell DTensor how the operators work on shards: x split along a dimension not normalized, weights whole."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 

@@ -20,6 +20,7 @@ import fused_layernorm
 from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
 
 ROOT = Path(__file__).parents[1]
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 OPS = {"layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm}
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
@@ -28,13 +29,18 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was 
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
+def few_gpus(needed):
+    return pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {needed} CUDA devices")
+
+
 def on_backends(world_size):
-    few_gpus = pytest.mark.skipif(torch.cuda.device_count() < world_size, reason=f"needs {world_size} CUDA devices")
     return pytest.mark.parametrize(
         "run",
         [
             pytest.param(("cpu", "gloo", world_size), id=f"gloo-{world_size}"),
-            pytest.param(("cuda", "nccl", world_size), id=f"nccl-{world_size}", marks=[pytest.mark.gpu, few_gpus]),
+            pytest.param(
+                ("cuda", "nccl", world_size), id=f"nccl-{world_size}", marks=[pytest.mark.gpu, few_gpus(world_size)]
+            ),
         ],
         indirect=True,
     )
@@ -297,9 +303,22 @@ def test_sequence_parallel(run, compiled):
     run(check_sequence_parallel, compiled)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "sequence"])
+@pytest.mark.parametrize("device", [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, few_gpus(2)]),
+])  # fmt: skip
+def test_example(device, parallel):
+    """examples/distributed_train.py in two processes: it compares its losses with those of one"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "examples/distributed_train.py", "--quick", "--device", device, "--parallel", parallel]  # fmt: skip
+    environment = {**os.environ, **IMPORTABLE, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "they agree" in done.stdout, f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.parametrize("module", ["torch.distributed.tensor", "torch._dynamo"])
 def test_the_import_stays_fast(module):
     """what takes seconds to import is left to who uses it"""
     code = f"import sys, fused_layernorm; sys.exit({module!r} in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **IMPORTABLE}).returncode == 0
