@@ -1,4 +1,5 @@
-"""The sole importer of the compiled extension, and the one place that decides which backend runs.
+"""The sole importer of the compiled extension, the one place that decides which backend runs, and the Python side of
+the operators: their fake implementations and DTensor's sharding rules.
 
 `backend` is "cuda" (fused_layernorm_cuda: CUDA and CPU kernels), "cpu" (CPU kernels only) or "reference" (PyTorch
 operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
