@@ -1170,7 +1170,7 @@ class Logged(torch.Tensor):
 @on_devices("op", OPS, devices=("cpu",))
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Converting a tensor to a Python bool")
 def test_what_must_be_pytorch_operations(device, op):
-    """subclasses, dispatch modes, transforms, forward-mode AD and traces see PyTorch operations"""
+    """subclasses, transforms, forward-mode AD and traces see PyTorch operations; dispatch modes see a call"""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     x, weight = torch.randn(3, 8, dtype=fp64), torch.randn(8, dtype=fp64)

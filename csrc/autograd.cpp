@@ -1,9 +1,12 @@
-// The autograd of plain eager mode. NormFunction in fused_layernorm/functional.py is the same in Python, for calls that
-// do not come this way; both stand on norm_ops.h and share the formula of double backward. A node in C++, as one in
-// Python is most of the host time of a norm: on the CPU, 1x8, a step takes 0.76 of torch's time, by NormFunction 1.25.
+// The autograd of plain eager mode and of the operator. NormFunction in fused_layernorm/functional.py is the same in
+// Python, for calls that do not come this way; both stand on norm_ops.h and share the formula of double backward. A
+// node in C++, as one in Python is most of the host time of a norm: on the CPU, 1x8, a step takes 0.76 of torch's time,
+// by NormFunction 1.25.
 #include "autograd.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -50,6 +53,45 @@ bool takes_kernel(std::initializer_list<std::reference_wrapper<const Tensor>> te
 
 void take_no_cuda_tensors() { plain_tensor = kPlainCpu; }
 
+// ---- the operators ---------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Of torch.func: its transforms around the call, and the tensors inside them. The operators have no rules for these.
+constexpr DispatchKeySet kTransforms({DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper,
+                                      DispatchKey::FuncTorchVmapMode, DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                      DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::BatchedNestedTensor});
+
+bool is_in_transform(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+  if (c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms)) return true;
+  for (const Tensor& tensor : tensors)
+    if (tensor.defined() && tensor.key_set().has_any(kTransforms)) return true;
+  return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+NormOperatorResult call_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                     int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
+                                     std::optional<at::ScalarType> out_dtype) {
+  static const auto handle = find_operator<decltype(call_norm_forward)>("fused_layernorm::norm_forward");
+  return handle.call(x, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype);
+}
+
+NormOperatorGradients call_norm_backward(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
+                                         const Tensor& stats, int64_t normalized_ndim, double weight_offset,
+                                         bool is_rms_norm, bool wants_x, bool wants_weight,
+                                         std::optional<at::ScalarType> bias_dtype) {
+  static const auto handle = find_operator<decltype(call_norm_backward)>("fused_layernorm::norm_backward");
+  return handle.call(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
+                     bias_dtype);
+}
+
+}  // namespace
+
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 namespace {
@@ -63,6 +105,7 @@ struct BackwardOptions {
   bool is_rms_norm;
   std::optional<at::ScalarType> bias_dtype;  // none: no bias
   bool wants_x, wants_weight, wants_bias;
+  bool is_operator;  // tensors that the kernels cannot take go through the operator, as they did forward
 };
 
 NormGradients by_operations(const Tensor& grad_output, const Tensor& x, const Tensor& weight,
@@ -82,12 +125,24 @@ variable_list gradients_of(const Tensor& grad_output, const Tensor& x, const Ten
                            const BackwardOptions& options) {
   variable_list gradients(3);
   if (!grad_output.defined()) return gradients;
-  NormGradients found =
-      c10::GradMode::is_enabled() || !takes_kernel({grad_output, x, weight})
-          ? by_operations(grad_output, x, weight, options)
-          : norm_backward(grad_output, x, weight, stats, options.normalized_ndim, options.weight_offset,
-                          options.is_rms_norm, options.wants_x, options.wants_weight,
-                          options.wants_bias ? options.bias_dtype : std::nullopt);
+  NormGradients found;
+  const auto bias_dtype = options.wants_bias ? options.bias_dtype : std::nullopt;
+  if (c10::GradMode::is_enabled()) {
+    found = by_operations(grad_output, x, weight, options);
+  } else if (takes_kernel({grad_output, x, weight})) {
+    found = norm_backward(grad_output, x, weight, stats, options.normalized_ndim, options.weight_offset,
+                          options.is_rms_norm, options.wants_x, options.wants_weight, bias_dtype);
+  } else if (options.is_operator && !is_in_transform({grad_output, x, weight})) {
+    const OptionalTensor given_weight = weight.defined() ? OptionalTensor(weight) : std::nullopt;
+    std::tie(found.x, found.weight, found.bias) =
+        call_norm_backward(grad_output, x, given_weight, stats, options.normalized_ndim, options.weight_offset,
+                           options.is_rms_norm, options.wants_x, options.wants_weight, bias_dtype);
+    if (!options.wants_x) found.x.reset();
+    if (!options.wants_weight) found.weight.reset();
+    if (!options.wants_bias) found.bias.reset();
+  } else {
+    found = by_operations(grad_output, x, weight, options);
+  }
   gradients[0] = std::move(found.x);
   gradients[1] = std::move(found.weight);
   gradients[2] = std::move(found.bias);
@@ -130,9 +185,11 @@ struct FusedNormBackward final : torch::autograd::Node {
     namespace compiled = torch::dynamo::autograd;
     for (SavedVariable* saved : {&x, &weight, &stats}) swap.before(*saved);
     const auto& python = compiled::getPyCompilerInterface();
+    BackwardOptions now = options_of_this_task();
+    now.is_operator = true;  // the tensors of a compiler are no memory
     const std::string function = python->bind_function(
         swap.get_py_compiler(), name(),
-        [now = options_of_this_task()](const variable_list& inputs, const std::vector<c10::IValue>& saved) {
+        [now](const variable_list& inputs, const std::vector<c10::IValue>& saved) {
           return gradients_of(inputs[0], saved[0].toTensor(), saved[1].toTensor(), saved[2].toTensor(), now);
         },
         std::vector<at::TypePtr>(3, at::TensorType::get()), /*is_custom_function=*/true, /*is_traceable=*/true);
@@ -166,7 +223,34 @@ auto own(Node* node) {
   }
 }
 
-bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+bool wants_gradients(std::initializer_list<std::reference_wrapper<const Tensor>> inputs) {
+  if (!c10::GradMode::is_enabled()) return false;
+  for (const Tensor& input : inputs)
+    if (input.defined() && input.requires_grad()) return true;
+  return false;
+}
+
+// Makes y the result of a FusedNormBackward.
+void record(Tensor& y, const Tensor& stats, const Tensor& x, const Tensor& weight, const Tensor& bias,
+            int64_t normalized_ndim, const NormOptions& options, bool is_operator) {
+  auto* node = new FusedNormBackward;
+  const auto owner = own<torch::autograd::Node>(node);
+  torch::autograd::edge_list edges;
+  edges.reserve(3);
+  for (const Tensor& input : {std::cref(x), std::cref(weight), std::cref(bias)})
+    edges.push_back(input.defined() ? torch::autograd::impl::gradient_edge(input) : torch::autograd::Edge());
+  node->set_next_edges(std::move(edges));
+  node->x = SavedVariable(x, /*is_output=*/false);
+  node->weight = SavedVariable(weight, /*is_output=*/false);
+  node->stats = SavedVariable(stats, /*is_output=*/false);
+  node->options.normalized_ndim = normalized_ndim;
+  node->options.eps = options.eps;
+  node->options.weight_offset = options.weight_offset;
+  node->options.is_rms_norm = options.is_rms_norm;
+  if (bias.defined()) node->options.bias_dtype = bias.scalar_type();
+  node->options.is_operator = is_operator;
+  torch::autograd::create_gradient_edge(y, owner);
+}
 
 }  // namespace
 
@@ -178,30 +262,33 @@ Tensor norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const Nor
                      static_cast<int64_t>(at::sequence_number::peek()));  // of the node: profilers relate the two
   }
 
-  const bool wants_gradients =
-      c10::GradMode::is_enabled() && (requires_grad(x) || requires_grad(weight) || requires_grad(bias));
-  auto [y, stats] = norm_forward(x, weight, bias, options, /*save_stats=*/wants_gradients);
-  if (!wants_gradients) return std::move(y);
-
-  auto* node = new FusedNormBackward;
-  const auto owner = own<torch::autograd::Node>(node);
-  torch::autograd::edge_list edges;
-  edges.reserve(3);
-  for (const Tensor& input : {std::cref(x), std::cref(weight), std::cref(bias)})
-    edges.push_back(input.defined() ? torch::autograd::impl::gradient_edge(input) : torch::autograd::Edge());
-  node->set_next_edges(std::move(edges));
-  node->x = SavedVariable(x, /*is_output=*/false);
-  node->weight = SavedVariable(weight, /*is_output=*/false);
-  node->stats = SavedVariable(stats, /*is_output=*/false);
-  const int64_t parameter_ndim = weight.defined() ? weight.dim() : (bias.defined() ? bias.dim() : 0);
-  node->options.normalized_ndim =
-      options.normalized_shape ? static_cast<int64_t>(options.normalized_shape->size()) : parameter_ndim;
-  node->options.eps = options.eps;
-  node->options.weight_offset = options.weight_offset;
-  node->options.is_rms_norm = options.is_rms_norm;
-  if (bias.defined()) node->options.bias_dtype = bias.scalar_type();
-  torch::autograd::create_gradient_edge(y, owner);
+  const bool is_recorded = wants_gradients({x, weight, bias});
+  auto [y, stats] = norm_forward(x, weight, bias, options, /*save_stats=*/is_recorded);
+  if (is_recorded) {
+    const int64_t parameter_ndim = weight.defined() ? weight.dim() : (bias.defined() ? bias.dim() : 0);
+    record(y, stats, x, weight, bias,
+           options.normalized_shape ? static_cast<int64_t>(options.normalized_shape->size()) : parameter_ndim, options,
+           /*is_operator=*/false);
+  }
   return std::move(y);
+}
+
+NormOperatorResult norm_by_operator(const Tensor& x, const OptionalTensor& given_weight,
+                                    const OptionalTensor& given_bias, int64_t normalized_ndim, double eps,
+                                    double weight_offset, bool is_rms_norm, std::optional<at::ScalarType> out_dtype) {
+  const Tensor weight = given_weight.value_or(Tensor()), bias = given_bias.value_or(Tensor());
+  for (const Tensor& input : {std::cref(x), std::cref(weight), std::cref(bias)})
+    TORCH_CHECK_NOT_IMPLEMENTED(!input.defined() || !input._fw_grad(/*level=*/0).defined(),
+                                "torch.ops.fused_layernorm.norm_forward has no forward-mode derivative; call "
+                                "fused_layernorm.fused_layer_norm or fused_rms_norm, which have one");
+  auto [y, stats] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_norm_forward(x, given_weight, given_bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype);
+  }();
+  if (wants_gradients({x, weight, bias}))
+    record(y, stats, x, weight, bias, normalized_ndim, {{}, eps, weight_offset, is_rms_norm, out_dtype},
+           /*is_operator=*/true);
+  return {std::move(y), std::move(stats)};
 }
 
 void name_node_in_python() {

@@ -1,10 +1,11 @@
-// A norm in plain eager mode, with its node in the autograd graph where gradients are wanted.
+// A norm with its node in the autograd graph where gradients are wanted: in plain eager mode, and as an operator.
 #pragma once
 
 #include <Python.h>
 
 #include <functional>
 #include <initializer_list>
+#include <tuple>
 
 #include "norm_ops.h"
 
@@ -21,6 +22,16 @@ void take_no_cuda_tensors();
 // y, with a FusedNormBackward in y.grad_fn if an input requires grad. For tensors that takes_kernel(); with or without
 // the GIL.
 at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const NormOptions& options);
+
+// The operators norm_forward and norm_backward (torch_library.cpp): what they take and return.
+using OptionalTensor = std::optional<at::Tensor>;
+using NormOperatorResult = std::tuple<at::Tensor, at::Tensor>;
+using NormOperatorGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// norm_forward's kernel for autograd: calls norm_forward below autograd, and gives y the node that norm() gives it.
+NormOperatorResult norm_by_operator(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                    int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
+                                    std::optional<at::ScalarType> out_dtype);
 
 // Makes type(y.grad_fn) say what it is. Once, with the GIL.
 void name_node_in_python();

@@ -14,7 +14,6 @@ namespace fused_layernorm {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using OptionalShape = std::optional<std::vector<int64_t>>;
 
 std::pair<Tensor, Tensor> py_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -243,6 +243,12 @@ struct DeviceScope {
 
 // ---- the two entry points ------------------------------------------------------------------------------------------
 
+void check_normalized_ndim(int64_t normalized_ndim, const Tensor& x) {
+  TORCH_CHECK(
+      normalized_ndim >= 1 && normalized_ndim <= x.dim(),
+      "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " + std::to_string(normalized_ndim));
+}
+
 std::pair<Tensor, Tensor> norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                        const NormOptions& options, bool save_stats) {
   check_x(x);
@@ -310,17 +316,15 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
                             int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
                             bool wants_weight, std::optional<at::ScalarType> bias_dtype) {
   check_x(x);
-  TORCH_CHECK(
-      normalized_ndim >= 1 && normalized_ndim <= x.dim(),
-      "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " + std::to_string(normalized_ndim));
+  check_normalized_ndim(normalized_ndim, x);
   TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
               "grad_output must have x's shape and device, [" + text(x.sizes()) + "] on " + x.device().str() +
                   ", got [" + text(grad_output.sizes()) + "] on " + grad_output.device().str());
   check_supported("grad_output", grad_output.scalar_type());
   check_dense("grad_output", grad_output);
   const Extent extent = extent_of(x, normalized_ndim);
-  TORCH_CHECK(stats.size(-1) == extent.rows && stats.is_contiguous() && stats.device() == x.device() &&
-                  stats.scalar_type() == accumulation_type(x.scalar_type()),
+  TORCH_CHECK(stats.numel() == extent.rows * (is_rms_norm ? 1 : 3) && stats.is_contiguous() &&
+                  stats.device() == x.device() && stats.scalar_type() == accumulation_type(x.scalar_type()),
               "stats must be what norm_forward returned for this x");
   wants_weight = wants_weight && weight.defined();
 

@@ -36,8 +36,10 @@ struct NormGradients {
   at::Tensor x, weight, bias;
 };
 
+void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
+
 // Only what is wanted is computed: x, weight (with its dtype), and bias where a dtype is given for it. x, weight and
-// stats are forward's.
+// stats are forward's; the rows of stats may have any shape.
 NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                             bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype);

@@ -1,19 +1,26 @@
-"""The sole importer of the compiled extension, and the one place that decides which backend runs.
+"""The sole importer of the compiled extension, the one place that decides which backend runs, and the Python side of
+the operators: their fake implementations and DTensor's sharding rules.
 
 `backend` is "cuda" (fused_layernorm_cuda: CUDA and CPU kernels), "cpu" (CPU kernels only) or "reference" (PyTorch
 operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
 the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
 """
 
+import functools
 import importlib
 import importlib.util
 import os
 import runpy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch  # before the extension: its libraries are what the extension is linked against
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from . import reference
 
 # In a source folder in place, as an extension there goes before one in site-packages.
 _IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
@@ -141,6 +148,86 @@ else:
     def set_differentiable_backward(function) -> None:
         pass
 
+
+# ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
+
+norm_operator = norm_backward_operator = None
+if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
+    norm_operator = torch.ops.fused_layernorm.norm_forward.default
+    norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
+
+    @torch.library.register_fake(norm_operator)
+    def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None):
+        leading = x.dim() - normalized_ndim
+        reference.check_norm_arguments(x, weight, bias, x.shape[leading:], weight_offset, out_dtype)
+        stats_dtype = reference.accumulation_dtype(x.dtype)
+        stats = x.new_empty((1 if is_rms_norm else 3, *x.shape[:leading]), dtype=stats_dtype)
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), stats
+
+    @torch.library.register_fake(norm_backward_operator)
+    def _(
+        grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype
+    ):
+        shape = x.shape[x.dim() - normalized_ndim :]
+        return (
+            x.new_empty(x.shape if wants_x else 0),
+            weight.new_empty(shape) if wants_weight and weight is not None else x.new_empty(0),
+            x.new_empty(shape, dtype=bias_dtype) if bias_dtype else x.new_empty(0),
+        )
+
+
+def operator_takes_type(cls: type) -> bool:
+    """Whether the operators know what to do with tensors of this class. The first DTensor brings the sharding rules."""
+    distributed = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes as long as torch itself
+    if distributed and issubclass(cls, distributed.DTensor):
+        _register_sharding_rules()
+        return True
+    return cls in (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds: Dynamo
+# calls the function while it traces, instead of tracing into it.
+operator_takes_type._dynamo_marked_constant = True
+
+
+@functools.cache
+def _register_sharding_rules() -> None:
+    """Tell DTensor how the operators work on shards: x split along a dimension not normalized, weights whole."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def rules(x, normalized_ndim, rule):
+        """What `rule` returns, (results, arguments), where all is whole, and for each way to split the rows.
+
+        Its arguments are the placements of a tensor like x, of stats, and of a sum over the rows.
+        """
+        found = [rule(Replicate(), Replicate(), Replicate())]
+        for dim in range(len(x.shape) - normalized_ndim):  # stats has one dimension before those of x
+            found.append(rule(Shard(dim), Shard(dim + 1), Partial("sum")))
+        return found
+
+    def whole(tensor):
+        return None if tensor is None else Replicate()
+
+    @register_sharding(norm_operator)
+    def _(x, weight, bias, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            [rows, stats], [rows, whole(weight), whole(bias), *no_tensors]))  # fmt: skip
+
+    @register_sharding(norm_backward_operator)
+    def _(grad_output, x, weight, stats, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        wants = options[2:]
+
+        def gradients(*placements):  # what is not wanted is an empty tensor, the same everywhere
+            return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
+
+        return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            gradients(rows, sum_of_rows, sum_of_rows), [rows, rows, whole(weight), stats, *no_tensors]))  # fmt: skip
+
+
+# ---- the warning about the reference ---------------------------------------------------------------------------------
 
 _may_warn = problem is None and _choice == "auto"  # a problem was told at import; a choice by hand is known
 

@@ -1,8 +1,10 @@
 """LayerNorm and RMSNorm as functions: the public calls, the choice of path, and the one autograd.Function.
 
-Three paths. Plain eager mode: one call into the extension, which has its own autograd node (csrc/autograd.cpp). What
-that call hands back, for an argument of a type it does not read: NormFunction, on the same kernels. Where the kernels
-cannot run (torch.compile, torch.func, forward-mode AD, subclasses, modes, tracers, no extension): PyTorch operations.
+Four paths, the first three on the same kernels. Plain eager mode: one call into the extension, which has its own
+autograd node (csrc/autograd.cpp). What that call hands back, for an argument of a type it does not read: NormFunction.
+Where something must see a call that it can name (torch.compile, torch.export, dispatch modes, fake tensors, DTensor):
+the operator torch.ops.fused_layernorm.norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other
+subclasses, torch.jit.trace, no kernels for the device): PyTorch operations.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import _ops, reference
@@ -50,8 +53,9 @@ def fused_layer_norm(
 
     Statistics and sums are kept in float32 (float64 for float64 x) and do not cancel where ``|mean| >> sigma``.
     Results and gradients are the same bits on every run, and a row's result does not depend on the rows beside it.
-    Gradients have the dtype of what they are the gradient of. Differentiable twice; under ``torch.compile``,
-    ``torch.func`` transforms and forward-mode AD the same formula runs as PyTorch operations.
+    Gradients have the dtype of what they are the gradient of. Differentiable any number of times. Under
+    ``torch.compile`` the call is one operator in the graph; in ``torch.func`` transforms and forward-mode AD the same
+    formula runs as PyTorch operations.
 
     Raises:
         TypeError: an argument that is not a tensor, or is of a dtype or layout listed nowhere above.
@@ -98,18 +102,20 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
     """The calls that are not plain eager mode."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
-    if not _takes_kernel(x, weight, bias):
-        shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
-        return reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, out_dtype)
-    try:
-        return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
-    except TypeError:  # pybind11 lists every argument; say which one is wrong
-        reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
-        raise
+    if _takes_kernel(x, weight, bias):
+        try:
+            return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
+        except TypeError:  # pybind11 lists every argument; say which one is wrong
+            reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+            raise
+    shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+    if _takes_operator(x, weight, bias):
+        return _ops.norm_operator(x, weight, bias, len(shape), eps, weight_offset, is_rms_norm, out_dtype)[0]
+    return reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, out_dtype)
 
 
 def _takes_kernel(x, weight, bias) -> bool:
-    """Whether the kernels may be called, or the call must be made of PyTorch operations."""
+    """Whether the kernels may be called directly."""
     if torch.compiler.is_compiling():
         return False
     if _ops.takes_kernel(x, weight, bias):
@@ -117,6 +123,16 @@ def _takes_kernel(x, weight, bias) -> bool:
     if type(x) in _PLAIN_TYPES and x.device.type in ("cpu", "cuda") and not _ops.has_kernels_for(x.device.type):
         _ops.warn_reference(x.device.type)
     return False
+
+
+def _takes_operator(x, weight, bias) -> bool:
+    """Whether the operator may be called, where the kernels may not; else the call is made of PyTorch operations."""
+    if _ops.norm_operator is None or not _ops.has_kernels_for(x.device.type):
+        return False
+    # The operator has neither a batching rule nor a forward derivative; a TorchScript trace holds no Python.
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.jit.is_tracing():
+        return False
+    return all(tensor is None or _ops.operator_takes_type(type(tensor)) for tensor in (x, weight, bias))
 
 
 def _differentiable_backward(grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype):

@@ -1,7 +1,7 @@
 """The specification in plain PyTorch: what every kernel of this library must compute, in any dtype, differentiable.
 
-It is the fallback where no kernel runs (no compiled extension, devices other than CPU and CUDA), the path under
-torch.compile, torch.func transforms and forward-mode AD, and the double backward of the kernels.
+It is the fallback where no kernel runs (no compiled extension, devices other than CPU and CUDA), the path in torch.func
+transforms and forward-mode AD, and the double backward of the kernels.
 """
 
 from __future__ import annotations

@@ -1,0 +1,324 @@
+"""Several processes: DDP, FSDP2, DTensor and sequence parallel give the loss and the gradients of one process.
+
+On gloo with 2 or 4 processes on the CPU; on NCCL with as many GPUs.
+"""
+
+import copy
+import datetime
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fused_layernorm
+from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
+
+ROOT = Path(__file__).parents[1]
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+OPS = {"layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm}
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def few_gpus(needed):
+    return pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {needed} CUDA devices")
+
+
+def on_backends(world_size):
+    return pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(("cpu", "gloo", world_size), id=f"gloo-{world_size}"),
+            pytest.param(
+                ("cuda", "nccl", world_size), id=f"nccl-{world_size}", marks=[pytest.mark.gpu, few_gpus(world_size)]
+            ),
+        ],
+        indirect=True,
+    )
+
+
+@pytest.fixture
+def run(request, tmp_path):
+    """run(function, *arguments) calls function(device, rank, world_size, *arguments) in each process."""
+    device, backend, world_size = request.param
+
+    def in_processes(function, *arguments):
+        arguments = (device, backend, world_size, f"file://{tmp_path / 'meeting_point'}", function, arguments)
+        torch.multiprocessing.spawn(_process, arguments, nprocs=world_size)
+
+    return in_processes
+
+
+def _process(rank, device, backend, world_size, meeting_point, function, arguments):
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, meeting_point, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=120)
+    )
+    torch.manual_seed(0)  # everyone makes the same whole tensors
+    try:
+        function(device, rank, world_size, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """Each norm once, and matrices around them."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        self.norm1, self.norm2 = FusedLayerNorm(size), FusedRMSNorm(size, eps=1e-6)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        with torch.no_grad():  # ones and zeros would hide a parameter that is not used
+            for parameter in self.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+    def forward(self, x):
+        return self.norm2(x + self.down(torch.relu(self.up(self.norm1(x)))))
+
+
+def train_step(model, x, target):
+    loss = (model(x) - target).square().mean()
+    loss.backward()
+    return loss
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_same_gradients(model, single):
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    for name, parameter in single.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# ---- data parallel -------------------------------------------------------------------------------------------------
+
+
+def check_ddp(device, rank, world_size):
+    single = Block().to(device)
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(single))
+    x, target = torch.randn(2, 4 * world_size, 5, 16, device=device)
+    train_step(single, x, target)
+    for _ in range(2):  # the second step is by the buckets that the first one found
+        model.zero_grad()
+        train_step(model, x.chunk(world_size)[rank], target.chunk(world_size)[rank])
+    assert_same_gradients(model.module, single)
+
+
+@on_backends(2)
+def test_ddp(run):
+    run(check_ddp)
+
+
+def check_fsdp(device, rank, world_size, compiled):
+    from torch.distributed.fsdp import fully_shard
+
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    single = nn.Sequential(Block(), Block()).to(device)
+    model = copy.deepcopy(single)
+    mesh = dist.init_device_mesh(device, (world_size,))
+    for block in model:
+        fully_shard(block.norm1, mesh=mesh)  # alone; the other one together with its block
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model[0].norm1, FusedLayerNorm)
+    if compiled:
+        for block in model:
+            block.compile(backend="aot_eager")
+    x, target = torch.randn(2, 4 * world_size, 5, 16, device=device)
+    steps = [optimizer(single), optimizer(model)]
+    for _ in range(2):
+        for step in steps:
+            step.zero_grad()
+        train_step(single, x, target)
+        train_step(model, x.chunk(world_size)[rank], target.chunk(world_size)[rank])
+        assert_same_gradients(model, single)
+        for step in steps:
+            step.step()
+
+
+@on_backends(2)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_fsdp2(run, compiled):
+    """fully_shard around blocks and around a norm alone"""
+    run(check_fsdp, compiled)
+
+
+def check_fsdp_mixed_precision(device, rank, world_size):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    norm = FusedLayerNorm(16).to(device)
+    fully_shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+                mesh=dist.init_device_mesh(device, (world_size,)))  # fmt: skip
+    y = norm(torch.randn(4, 16, device=device))  # cast by the policy, as its weight is
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert norm.weight.dtype == norm.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(whole(norm.bias.grad), torch.full((16,), 4.0, device=device))
+
+
+@on_backends(2)
+def test_fsdp2_mixed_precision(run):
+    run(check_fsdp_mixed_precision)
+
+
+# ---- DTensor -------------------------------------------------------------------------------------------------------
+
+
+def check_dtensor(device, rank, world_size, mesh_shape):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = dist.init_device_mesh(device, mesh_shape)
+    replicated = [Replicate()] * mesh.ndim
+    kernels = fused_layernorm._ops.has_kernels_for(device)
+    if mesh.ndim == 1:
+        splits, parameters = [[Shard(0)], [Shard(1)], [Replicate()]], [(1, True), (2, True), (1, False)]
+    else:
+        splits, parameters = [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(0), Shard(0)]], [(1, True)]
+    shape = (5, 6, 3, 8)  # 5: not the same number of rows everywhere
+
+    def leaf(tensor, placements):
+        return distribute_tensor(tensor, mesh, placements).requires_grad_()
+
+    def full_leaves(ndim, has_weight):
+        tensors = [torch.randn(*shape, device=device)]
+        tensors += [torch.randn(*shape[-ndim:], device=device)] * 2 if has_weight else []
+        return [t.clone().requires_grad_() for t in tensors]
+
+    for norm, (ndim, has_weight) in itertools.product(OPS.values(), parameters):
+        single = full_leaves(ndim, has_weight)
+        options = {"eps": 1e-5, "normalized_shape": shape[-ndim:]}
+        grad_output = torch.randn(*shape, device=device)
+        truth = norm(*single, **options)
+        truths = torch.autograd.grad(truth, single, grad_output)
+        for split in splits:
+            leaves = [leaf(single[0].detach(), split), *(leaf(t.detach(), replicated) for t in single[1:])]
+            split_grad_output = distribute_tensor(grad_output, mesh, split)
+            with CommDebugMode() as communication:
+                y = norm(*leaves, **options)
+                gradients = torch.autograd.grad(y, leaves, split_grad_output)
+            assert list(y.placements) == split
+            assert list(gradients[0].placements) == split
+            if kernels:
+                assert y.grad_fn.name() == "FusedNormBackward"
+                assert communication.get_total_counts() == 0
+                sums = [Partial() if part.is_shard() else Replicate() for part in split]
+                assert all(list(gradient.placements) == sums for gradient in gradients[1:])
+            for found, true in zip([y, *gradients], [truth, *truths], strict=True):
+                torch.testing.assert_close(found.full_tensor(), true, rtol=1e-5, atol=1e-5)
+
+    # What the rules do not name is brought into a form that they do: a split row, a sum not yet added up, a gradient
+    # split otherwise than x.
+    x, weight = torch.randn(4, 6, 8, device=device), torch.randn(8, device=device)
+    truth = fused_layer_norm(x, weight)
+    split_rows = distribute_tensor(x, mesh, [Shard(2)] * mesh.ndim)
+    summands = DTensor.from_local(x / world_size, mesh, [Partial()] * mesh.ndim)
+    for distributed_x in (split_rows, summands):
+        found = fused_layer_norm(distributed_x, distribute_tensor(weight, mesh, replicated))
+        torch.testing.assert_close(found.full_tensor(), truth, rtol=1e-5, atol=1e-5)
+    x.requires_grad_(), weight.requires_grad_()
+    grad_output = torch.randn_like(x)
+    truths = torch.autograd.grad(fused_layer_norm(x, weight), (x, weight), grad_output)
+    leaves = [leaf(x.detach(), [Shard(1)] * mesh.ndim), leaf(weight.detach(), replicated)]
+    y = fused_layer_norm(*leaves)
+    for split in ([Shard(0)] * mesh.ndim, [Shard(2)] * mesh.ndim, replicated):
+        gradients = torch.autograd.grad(y, leaves, distribute_tensor(grad_output, mesh, split), retain_graph=True)
+        for found, true in zip(gradients, truths, strict=True):
+            torch.testing.assert_close(found.full_tensor(), true, rtol=1e-5, atol=1e-5)
+
+    # Double backward, by PyTorch operations on DTensors.
+    def penalty(x, weight, grad_output):
+        (gradient,) = torch.autograd.grad(fused_rms_norm(x, weight), x, grad_output, create_graph=True)
+        return gradient.square().sum()
+
+    truths = torch.autograd.grad(penalty(x, weight, grad_output), (x, weight))
+    found = torch.autograd.grad(penalty(*leaves, distribute_tensor(grad_output, mesh, leaves[0].placements)), leaves)
+    for ours, true in zip(found, truths, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), true, rtol=1e-4, atol=1e-5)
+
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):  # as torch's own norms
+        fused_layer_norm(leaves[0], weight)
+
+
+@on_backends(2)
+def test_dtensor(run):
+    """x split along a batch or sequence dimension: no communication, the weights' gradients partial sums"""
+    run(check_dtensor, (2,))
+
+
+@on_backends(4)
+def test_dtensor_on_a_2d_mesh(run):
+    run(check_dtensor, (2, 2))
+
+
+def check_sequence_parallel(device, rank, world_size, compiled):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = dist.init_device_mesh(device, (world_size,))
+    single = Block().to(device)
+    model = parallelize_module(copy.deepcopy(single), mesh, {
+        "norm1": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "norm2": SequenceParallel(),
+    })  # fmt: skip
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    for length in (8, 12):
+        x, target = torch.randn(2, 3, length, 16, device=device)
+        single.zero_grad(), model.zero_grad()
+        truth = train_step(single, x, target)
+        loss = train_step(model, *(distribute_tensor(whole_one, mesh, [Shard(1)]) for whole_one in (x, target)))
+        torch.testing.assert_close(whole(loss), truth)
+        assert_same_gradients(model, single)
+
+
+@on_backends(2)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sequence_parallel(run, compiled):
+    """our modules in a SequenceParallel plan"""
+    run(check_sequence_parallel, compiled)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "sequence"])
+@pytest.mark.parametrize("device", [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, few_gpus(2)]),
+])  # fmt: skip
+def test_example(device, parallel):
+    """examples/distributed_train.py in two processes: it compares its losses with those of one"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "examples/distributed_train.py", "--quick", "--device", device, "--parallel", parallel]  # fmt: skip
+    environment = {**os.environ, **IMPORTABLE, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "they agree" in done.stdout, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.tensor", "torch._dynamo"])
+def test_the_import_stays_fast(module):
+    """what takes seconds to import is left to who uses it"""
+    code = f"import sys, fused_layernorm; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **IMPORTABLE}).returncode == 0
