@@ -193,17 +193,23 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
     formula = _formula(cls)
     if formula is None:
         return None, f"unknown numerics (fingerprint {_class_fingerprint(cls)})"
+    why_not = _why_not(module, formula)
+    return (None, why_not) if why_not else (_fused_class(cls), formula.note)
+
+
+def _why_not(module: nn.Module, formula: _Formula) -> str | None:
+    """Why this module is not served, though the forward of its class is known; None where it is."""
     if getattr(module, "_fast_norm", False):
-        return None, "timm's set_fast_norm is on"
+        return "timm's set_fast_norm is on"
     if formula.has_weight:
         weight = module._parameters.get("weight")
         if weight is None and getattr(module, "weight", None) is not None:
-            return None, "its weight is not a Parameter of its own (sharded or reparametrized)"
+            return "its weight is not a Parameter of its own (sharded or reparametrized)"
         if weight is not None and weight.dim() != 1 and not formula.like_torch:
-            return None, f"its weight has shape {tuple(weight.shape)}: not one value for each normalized element"
+            return f"its weight has shape {tuple(weight.shape)}: not one value for each normalized element"
     if not formula.has_bias and module._parameters.get("bias") is not None:
-        return None, "its bias is added to a value rounded before"
-    return _fused_class(cls), formula.note
+        return "its bias is added to a value rounded before"
+    return None
 
 
 @dataclass(frozen=True)
@@ -271,6 +277,12 @@ _FORMULAS: dict[str, _Formula] = {
 
 def _formula(cls: type) -> _Formula | None:
     return _FORMULAS.get(_class_fingerprint(cls) or "")
+
+
+def formula_of(module: nn.Module) -> _Formula | None:
+    """What a module that is not torch's computes, if its class is known and the module itself is nothing special."""
+    formula = _formula(type(module))
+    return formula if formula and not _why_not(module, formula) else None
 
 
 def _class_fingerprint(cls: type) -> str | None:
