@@ -20,14 +20,16 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl)
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models bench build test-here bench-here lint format clean distclean
+.PHONY: test test-models bench build test-here test-models-here bench-here lint format clean distclean
 
 test: $(BUILT)
 	$(BIN)/python -m pytest --ignore=tests/test_models.py $(ARGS)
 
 test-models: $(BUILT)
 	$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $(VENV)/torch.txt
-	$(BIN)/python -m pip install --no-build-isolation --constraint $(VENV)/torch.txt -e ".[test,models]"
+	vision=$$($(BIN)/python -c "import torch; print(',vision' if torch.version.cuda else '')") && \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation --constraint $(VENV)/torch.txt \
+	  -e ".[test,models$$vision]"
 	$(BIN)/python -m pytest $(MODEL_TESTS) $(ARGS)
 
 bench: $(BUILT)
@@ -37,6 +39,9 @@ build: $(BUILT)
 
 test-here:
 	$(PYTHON) -m pytest $(ARGS)
+
+test-models-here:
+	$(PYTHON) -m pytest $(MODEL_TESTS) $(ARGS)
 
 bench-here:
 	$(PYTHON) test_benchmark.py $(ARGS)
