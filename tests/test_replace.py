@@ -407,6 +407,14 @@ def test_what_diffusers_rms_norm_does_with_a_bias_is_left():
     assert "bias" in replace_norms(norm).left[0].reason
 
 
+def test_several_normalized_dimensions():
+    norm = randomize_norms(norm_class("diffusers.models.normalization", "FP32LayerNorm")((4, 6)))
+    x = torch.randn(5, 3, 4, 6)
+    expected = norm(x)
+    assert replace_norms(norm).replaced
+    torch.testing.assert_close(norm(x), expected)
+
+
 def test_timm_fast_norm_is_left():
     norm = norm_class("timm.layers", "LayerNorm")(8)
     norm._fast_norm = True  # as after timm.layers.set_fast_norm()
