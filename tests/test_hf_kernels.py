@@ -42,8 +42,10 @@ def is_ours(module):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", ["INFERENCE", "TRAINING", "INFERENCE|TORCH_COMPILE", "TRAINING|TORCH_COMPILE"])
+@pytest.mark.parametrize("mode, dtype", [
+    ("INFERENCE", torch.float32), ("TRAINING", torch.float32), ("INFERENCE", torch.bfloat16),
+    ("TRAINING", torch.bfloat16), ("INFERENCE|TORCH_COMPILE", torch.float32), ("TRAINING|TORCH_COMPILE", torch.float32),
+], ids=str)  # fmt: skip
 def test_llama(kernels, model, mode, dtype, device):
     modes = [kernels.Mode[name] for name in mode.split("|")]
     model = model.to(device, dtype).train("TRAINING" in mode)

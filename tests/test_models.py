@@ -251,8 +251,8 @@ HEADER = """\
 What `replace_norms` finds in small versions of these models, and what it does with it. Each of them is run by
 `tests/test_models.py` before and after replacement, in float32 and bfloat16: outputs and gradients are at most twice as
 far from a more precise run as the original's are (plus 4 machine epsilons); so are the losses and parameters of three
-training steps (on the CPU with dropout), and the results of the compiled model, which compiles in one graph wherever the
-original does. This page is written by `python tests/test_models.py`, and a test keeps it true.
+training steps (on the CPU with dropout), and the results of the compiled model, which compiles in one graph wherever
+the original does. This page is written by `python tests/test_models.py`, and a test keeps it true.
 
 | package | model | norms | replaced (and what differs) | left (and why) |
 |---|---|---|---|---|
