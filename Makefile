@@ -1,4 +1,5 @@
 # make test, make bench: set up everything in a virtual environment (first time: minutes), then run.
+# make test-models: the same for replace_norms on models of other packages, which it installs.
 #   PYTHON=python3.12   the Python that the environment is made with
 #   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
 #   VENV=path           the environment
@@ -17,10 +18,19 @@ TOOLS := $(VENV)/.tools
 BUILD_INPUTS := $(wildcard csrc/*) setup.py pyproject.toml fused_layernorm/_toolchain.py fused_layernorm/_source_hash.py
 CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl)
 
-.PHONY: test bench build test-here bench-here lint format clean distclean
+MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
+
+.PHONY: test test-models bench build test-here test-models-here bench-here lint format clean distclean
 
 test: $(BUILT)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/test_models.py $(ARGS)
+
+test-models: $(BUILT)
+	$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $(VENV)/torch.txt
+	vision=$$($(BIN)/python -c "import torch; print(',vision' if torch.version.cuda else '')") && \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation --constraint $(VENV)/torch.txt \
+	  -e ".[test,models$$vision]"
+	$(BIN)/python -m pytest $(MODEL_TESTS) $(ARGS)
 
 bench: $(BUILT)
 	$(BIN)/python test_benchmark.py $(ARGS)
@@ -29,6 +39,9 @@ build: $(BUILT)
 
 test-here:
 	$(PYTHON) -m pytest $(ARGS)
+
+test-models-here:
+	$(PYTHON) -m pytest $(MODEL_TESTS) $(ARGS)
 
 bench-here:
 	$(PYTHON) test_benchmark.py $(ARGS)

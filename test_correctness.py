@@ -73,7 +73,7 @@ def describe(part):
         return DTYPE_NAMES[part]
     if isinstance(part, tuple):
         return "x".join(map(str, part)) or "()"
-    return str(part)
+    return part.__name__ if isinstance(part, type) else str(part)
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

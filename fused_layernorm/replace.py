@@ -13,9 +13,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import fused_layer_norm, fused_rms_norm
@@ -23,6 +24,7 @@ from .modules import FusedLayerNorm, FusedRMSNorm
 from .reference import DTYPES
 
 _TORCH_CLASSES = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
+_KNOWN_PACKAGES = ("transformers", "transformers_modules", "diffusers", "timm", "torchvision")
 _OTHER_TORCH_NORMS = (
     nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
     nn.GroupNorm,
@@ -79,9 +81,10 @@ def replace_norms(
     """Swap the LayerNorms and RMSNorms of `model` for fused ones, in place.
 
     Replaced are modules whose class is exactly `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, and norms of Hugging Face
-    transformers whose forward is one of the known formulas, compared as code, not by name (Llama, OLMo, Gemma, T5,
-    Cohere and the many models that share their formulas). Anything else is left as it is, with the reason: subclasses,
-    parametrized modules, instances with a forward of their own, weights that are sharded or quantized.
+    transformers and diffusers, timm and torchvision whose forward is one of the known formulas, compared as code, not
+    by name (Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, and the LayerNorms of images
+    over channels). Anything else is left as it is, with the reason: other subclasses, parametrized modules, instances
+    with a forward of their own, weights that are sharded or quantized. docs/models.md shows it for whole models.
 
     Only `module.__class__` changes, to a subclass of the original. Parameters stay the same objects (an optimizer made
     before goes on working), state_dict keys, hooks and names stay; deepcopy, pickle and `isinstance` work. Calling it
@@ -89,10 +92,10 @@ def replace_norms(
 
     Numerics: statistics and products in float32, one rounding at the end. That is what torch, OLMo, GPT-OSS, Gemma and
     Cohere do. Llama and T5 round the normalized value to 16 bits before they multiply by weight; there the result is up
-    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32. A
-    transformers norm returns the dtype the original returns (float32 where a Llama norm with float32 weight is given
-    bfloat16) and goes back to the original code for dtypes it cannot take in one pass, such as float64. Under CUDA
-    autocast the output has the input's dtype, where torch's LayerNorm returns float32.
+    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32. A norm of
+    a package other than torch returns the dtype the original returns (float32 where a Llama norm with float32 weight is
+    given bfloat16) and goes back to the original code for dtypes it cannot take in one pass, such as float64. Under
+    CUDA autocast the output has the input's dtype, where torch's LayerNorm returns float32.
 
     Args:
         model: any module; it may be a norm itself.
@@ -138,7 +141,7 @@ def restore_norms(model: nn.Module) -> ReplaceReport:
     entries = []
     for module, aliases in _names_by_module(model).items():
         cls = type(module)
-        original = cls.original_class if _FusedTransformersNorm in cls.__bases__ else originals.get(cls)
+        original = cls.original_class if _FusedKnownNorm in cls.__bases__ else originals.get(cls)
         if original is not None:
             entries.append(NormEntry(", ".join(aliases), cls.__name__, original.__name__))
             module.__class__ = original
@@ -164,7 +167,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
     """The fused class for a module and a note on its numerics; or None and why the module has to be left."""
     cls = type(module)
-    if cls in _TORCH_CLASSES.values() or _FusedTransformersNorm in cls.__bases__:
+    if cls in _TORCH_CLASSES.values() or _FusedKnownNorm in cls.__bases__:
         return None, "fused already"
     if isinstance(module, _OTHER_TORCH_NORMS):
         return None, "not a LayerNorm or RMSNorm"
@@ -181,30 +184,44 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
         if "weight" not in module._parameters:
             return None, "its weight is not a Parameter of its own (sharded or reparametrized)"
         return _TORCH_CLASSES[cls], ""
-    if cls.__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
+    package = cls.__module__.partition(".")[0]
+    if package not in _KNOWN_PACKAGES:
         base = next((base.__name__ for base in _TORCH_CLASSES if issubclass(cls, base)), None)
         return None, f"a subclass of {base}" if base else "unknown numerics"
-    if not transformers:
+    if package.startswith("transformers") and not transformers:
         return None, "transformers=False"
     formula = _formula(cls)
     if formula is None:
         return None, f"unknown numerics (fingerprint {_class_fingerprint(cls)})"
+    why_not = _why_not(module, formula)
+    return (None, why_not) if why_not else (_fused_class(cls), formula.note)
+
+
+def _why_not(module: nn.Module, formula: _Formula) -> str | None:
+    """Why this module is not served, though the forward of its class is known; None where it is."""
+    if getattr(module, "_fast_norm", False):
+        return "timm's set_fast_norm is on"
     if formula.has_weight:
         weight = module._parameters.get("weight")
-        if weight is None and getattr(module, "with_scale", True):
-            return None, "its weight is not a Parameter of its own (sharded or reparametrized)"
-        if weight is not None and weight.dim() != 1:
-            return None, f"its weight has shape {tuple(weight.shape)}: not one value for each normalized element"
-    return _fused_class(cls), formula.note
+        if weight is None and getattr(module, "weight", None) is not None:
+            return "its weight is not a Parameter of its own (sharded or reparametrized)"
+        if weight is not None and weight.dim() != 1 and not formula.like_torch:
+            return f"its weight has shape {tuple(weight.shape)}: not one value for each normalized element"
+    if not formula.has_bias and module._parameters.get("bias") is not None:
+        return "its bias is added to a value rounded before"
+    return None
 
 
 @dataclass(frozen=True)
 class _Formula:
-    """What the forward of a transformers norm computes, in the terms of our functions."""
+    """What the forward of a norm that is not torch's computes, in the terms of our functions."""
 
     is_rms_norm: bool = True
     eps: str = "variance_epsilon"  # the attribute that holds it
     has_weight: bool = True
+    has_bias: bool = False
+    like_torch: bool = False  # over the last dimensions, as many as the attribute normalized_shape has; else the last
+    channels: str = "channels_last"  # or "channels_first": dimension 1 of 4; or "data_format": as that attribute says
     weight_offset: float = 0.0
     promotes: bool = False  # the output has weight's dtype where that is wider than x's
     note: str = ""
@@ -212,9 +229,13 @@ class _Formula:
 
 _ROUNDS_TWICE = "rounds once in float32; up to 1 ulp from the original in 16-bit dtypes"
 
-# Fingerprints (see _fingerprint) of the forwards found in transformers, by family. A new model's norm joins by one line
-# here, after its forward was read and put into the fields of _Formula, and one in tests/test_replace.py; the report
-# shows the fingerprint of a norm it does not know.
+_LAYER_NORM = _Formula(is_rms_norm=False, eps="eps", has_bias=True, like_torch=True)
+_LAYER_NORM_2D = replace(_LAYER_NORM, channels="channels_first")
+_TIMM_RMS_NORM = _Formula(eps="eps", like_torch=True)
+
+# Fingerprints (see _fingerprint) of the forwards found in the known packages, by family. A new model's norm joins by
+# one line here, after its forward was read and put into the fields of _Formula, and one in tests/test_replace.py; the
+# report shows the fingerprint of a norm it does not know.
 _FORMULAS: dict[str, _Formula] = {
     # x_hat rounded to x's dtype, then multiplied by weight: Llama, Mistral, Qwen2, Qwen3, DeepSeek-V3, ...
     "3e93015547c4": _Formula(promotes=True, note=_ROUNDS_TWICE),
@@ -236,6 +257,21 @@ _FORMULAS: dict[str, _Formula] = {
     "3f95bfb133fe": _Formula(eps="eps", has_weight=False),
     # LayerNorm without bias: Cohere
     "6cec94f7e339": _Formula(is_rms_norm=False),
+    # LayerNorm of images, channels first or last: ConvNeXt, SAM, ...
+    "20fec80cc1f5": replace(_LAYER_NORM, channels="data_format"),
+    # the same, channels first only: torchvision's LayerNorm2d, EoMT
+    "bb5b56067a3b": _LAYER_NORM_2D,
+    # timm: LayerNorm, LayerNormFp32, LayerNorm2d, LayerNorm2dFp32, RmsNorm, RmsNormFp32
+    "505c45dbe059": _LAYER_NORM,
+    "7f8fc5af38ce": _LAYER_NORM,
+    "844a3a5946bc": _LAYER_NORM_2D,
+    "fe52997b8b2a": _LAYER_NORM_2D,
+    "b09d10389c54": _TIMM_RMS_NORM,
+    "40e064b4b0aa": _TIMM_RMS_NORM,
+    # diffusers: FP32LayerNorm
+    "3b84251245c5": _LAYER_NORM,
+    # x_hat rounded to weight's dtype where that is 16-bit, then multiplied by it: diffusers' RMSNorm without bias
+    "6f6c98a46773": _Formula(eps="eps", promotes=True, note=_ROUNDS_TWICE),
 }
 
 
@@ -243,10 +279,23 @@ def _formula(cls: type) -> _Formula | None:
     return _FORMULAS.get(_class_fingerprint(cls) or "")
 
 
+def formula_of(module: nn.Module) -> _Formula | None:
+    """What a module that is not torch's computes, if its class is known and the module itself is nothing special."""
+    formula = _formula(type(module))
+    return formula if formula and not _why_not(module, formula) else None
+
+
 def _class_fingerprint(cls: type) -> str | None:
     if cls.__call__ is not nn.Module.__call__:
         return None
+    code = getattr(cls.forward, "__code__", None)
+    if code and "super" in code.co_names and cls.__mro__[1] is not nn.LayerNorm:
+        return None  # what it calls is not to be seen in its text
     return _fingerprint(cls.forward, getattr(cls, "_norm", None))
+
+
+# What the known forwards call, where their modules have a global of that name.
+_MEANT = {"torch": torch, "nn": nn, "F": F, "rms_norm": F.rms_norm}
 
 
 @functools.cache
@@ -265,7 +314,9 @@ def _fingerprint(forward: Callable, helper: Callable | None) -> str | None:
             tree = ast.parse(source).body[0]
         except (AttributeError, OSError, TypeError, SyntaxError):
             return None
-        if not isinstance(tree, ast.FunctionDef) or function.__globals__.get("torch", torch) is not torch:
+        if not isinstance(tree, ast.FunctionDef):
+            return None
+        if any(function.__globals__.get(name, meant) is not meant for name, meant in _MEANT.items()):
             return None
         texts.append(_canonical(tree))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
@@ -288,38 +339,54 @@ def _canonical(function: ast.FunctionDef) -> str:
     return ast.unparse(function)
 
 
-class _FusedTransformersNorm:
-    """Mixed in before a transformers norm class: its attributes, our forward."""
+class _FusedKnownNorm:
+    """Mixed in before a norm class that is not torch's: its attributes, our forward."""
 
     original_class: type
     formula: _Formula
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        formula = self.formula
-        weight = getattr(self, "weight", None) if formula.has_weight else None
-        dtype = hidden_states.dtype
-        takes_x = dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if not takes_x or (weight is not None and weight.dtype not in (dtype, torch.float32)):
+        if not takes_fused(self, self.formula, hidden_states):
             return super().forward(hidden_states)
-        norm = fused_rms_norm if formula.is_rms_norm else fused_layer_norm
-        return norm(
-            hidden_states,
-            weight,
-            eps=getattr(self, formula.eps),
-            normalized_shape=hidden_states.shape[-1:],
-            weight_offset=formula.weight_offset,
-            out_dtype=weight.dtype if formula.promotes else None,
-        )
+        return fused_forward(self, self.formula, hidden_states)
 
     def __reduce_ex__(self, protocol):
         # Pickle finds classes by name, and this one is made at run time: it is made again from the original.
         return _new_module, (self.original_class,), self.__dict__
 
 
+def takes_fused(module: nn.Module, formula: _Formula, x: Tensor) -> bool:
+    """Whether x, with the weight of `module`, is of dtypes for which one pass gives what `formula` says."""
+    weight = getattr(module, "weight", None) if formula.has_weight else None
+    takes_x = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return takes_x and (weight is None or weight.dtype in (x.dtype, torch.float32))
+
+
+def fused_forward(module: nn.Module, formula: _Formula, x: Tensor) -> Tensor:
+    """The forward of `module`, a norm that computes `formula`, on our kernels."""
+    weight = getattr(module, "weight", None) if formula.has_weight else None
+    bias = getattr(module, "bias", None) if formula.has_bias else None
+    channels = module.data_format if formula.channels == "data_format" else formula.channels
+    channels_first = channels == "channels_first"
+    if channels_first:
+        x = x.permute(0, 2, 3, 1)
+    norm = fused_rms_norm if formula.is_rms_norm else fused_layer_norm
+    y = norm(
+        x,
+        weight,
+        bias,
+        getattr(module, formula.eps),
+        normalized_shape=module.normalized_shape if formula.like_torch else x.shape[-1:],
+        weight_offset=formula.weight_offset,
+        out_dtype=weight.dtype if formula.promotes and weight is not None else None,
+    )
+    return y.permute(0, 3, 1, 2) if channels_first else y
+
+
 @functools.cache
 def _fused_class(original: type) -> type:
     namespace = {"original_class": original, "formula": _formula(original), "__module__": __name__}
-    return type(f"Fused{original.__name__}", (_FusedTransformersNorm, original), namespace)
+    return type(f"Fused{original.__name__}", (_FusedKnownNorm, original), namespace)
 
 
 def _new_module(original: type) -> nn.Module:

@@ -1,9 +1,11 @@
-"""replace_norms and restore_norms: on plain torch models, on transformers' norm classes one by one, on whole models."""
+"""replace_norms and restore_norms: on plain torch models, and on the norm classes of other packages one by one.
+
+Whole models are in test_models.py.
+"""
 
 import copy
 import doctest
 import functools
-import importlib
 import pickle
 import subprocess
 import sys
@@ -11,81 +13,10 @@ import types
 
 import pytest
 import torch
+from checks import DEVICES, check_model, loss_and_gradients, package, randomize_norms
 from torch import nn
 
 from fused_layernorm import FusedLayerNorm, FusedRMSNorm, replace_norms, restore_norms
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
-    ),
-]
-NEEDS_TRANSFORMERS = "needs the package transformers"
-
-
-def randomize_norms(model, seed=0):
-    """Give every norm parameter values of its own: a weight of ones would hide a weight that is not used."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            if "norm" in type(module).__name__.lower():
-                for parameter in module.parameters(recurse=False):
-                    noise = 0.3 * torch.randn(parameter.shape, generator=generator)
-                    parameter += noise.to(parameter)
-    return model
-
-
-def loss_and_gradients(model, run):
-    """The output of run(model), and the gradients of all parameters for a loss that weighs every output differently."""
-    model.zero_grad()
-    output = run(model)
-    direction = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
-    (output.float() * direction).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return output.detach(), gradients
-
-
-def assert_no_worse(actual, original, reference, what, floor=0.0):
-    """Against a more precise reference, at most twice the error of the original (in the 2-norm), and no NaN.
-
-    The term added covers an original that happens to hit the reference: 4 machine epsilons of the tensor's size, or of
-    `floor` for a tensor that is nothing but rounding (the gradient of an attention key's bias is 0 in theory).
-    """
-    assert actual.dtype == original.dtype and actual.shape == original.shape, what
-    error, allowed = ((t.double() - reference.double()).norm().item() for t in (actual, original))
-    rounding = 4 * torch.finfo(actual.dtype).eps * max(reference.double().norm().item(), floor)
-    assert error <= 2 * allowed + rounding, f"{what}: {error:.3g}, original {allowed:.3g}, rounding {rounding:.3g}"
-
-
-def check_model(model, run, dtype, device, is_replaced):
-    """Outputs and gradients before and after replace_norms, and the exact original after restore_norms."""
-    model = randomize_norms(model).to(device=device, dtype=dtype).eval()
-    wider = torch.float64 if dtype == torch.float32 else torch.float32
-    reference = loss_and_gradients(copy.deepcopy(model).to(wider), run)
-    original = loss_and_gradients(model, run)
-    classes = [type(m) for m in model.modules()]
-    parameters = dict(model.named_parameters())
-    state_keys = list(model.state_dict())
-
-    report = replace_norms(model)
-    assert not report.left, str(report)
-    assert {entry.module_class for entry in report.replaced} == is_replaced
-    assert dict(model.named_parameters()).keys() == parameters.keys()
-    assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert list(model.state_dict()) == state_keys
-    fused = loss_and_gradients(model, run)
-    assert_no_worse(fused[0], original[0], reference[0], "output")
-    assert fused[1].keys() == original[1].keys()
-    floor = 0.1 * max(gradient.double().norm().item() for gradient in reference[1].values())
-    for name, gradient in fused[1].items():
-        assert_no_worse(gradient, original[1][name], reference[1][name], f"gradient of {name}", floor)
-
-    assert len(restore_norms(model).replaced) == len(report.replaced)
-    assert [type(m) for m in model.modules()] == classes
-    assert torch.equal(run(model), original[0])
-
 
 # ---------------------------------------------------------------------------------------------------- plain torch
 
@@ -115,7 +46,8 @@ def test_plain_model(dtype, device):
         return model(x.to(model.linear.weight))
 
     torch.manual_seed(0)
-    check_model(PlainNet(), run, dtype, device, {"LayerNorm", "RMSNorm"})
+    report = check_model(PlainNet(), run, dtype, device)
+    assert len(report.replaced) == 5 and not report.left
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,7 +58,8 @@ def test_transformer_encoder(norm_first, device):
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first)
     model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32), enable_nested_tensor=False)
     x = torch.randn(2, 5, 32)
-    check_model(model, lambda m: m(x.to(m.norm.weight)), torch.float32, device, {"LayerNorm"})
+    report = check_model(model, lambda m: m(x.to(m.norm.weight)), torch.float32, device)
+    assert len(report.replaced) == 5 and not report.left
     model.eval()
     with torch.no_grad():
         before = model(x.to(device))
@@ -310,10 +243,11 @@ def test_copies_of_plain_model(make_copy):
     assert type(twin.ln) is nn.LayerNorm
 
 
-# ------------------------------------------------------------------------------------- transformers: single classes
+# ------------------------------------------------------------------------------- classes of other packages, one by one
 
-# One class for each formula of replace._FORMULAS: family, class, arguments after the size, whether the result is the
-# same but for float32 rounding ("exact") or rounds once where the original rounds twice ("1 ulp").
+# One class for each formula of replace._FORMULAS: its module (or its family in transformers), class, arguments after
+# the size, whether the result is the same but for float32 rounding ("exact") or rounds once where the original rounds
+# twice ("1 ulp").
 NORM_CLASSES = [
     ("llama", "LlamaRMSNorm", {}, "1 ulp"),
     ("qwen3", "Qwen3RMSNorm", {}, "1 ulp"),
@@ -329,15 +263,29 @@ NORM_CLASSES = [
     ("gemma4", "Gemma4RMSNorm", {"with_scale": False}, "exact"),
     ("llama4", "Llama4TextL2Norm", None, "exact"),
     ("cohere", "CohereLayerNorm", {}, "exact"),
+    ("convnext", "ConvNextLayerNorm", {"data_format": "channels_first"}, "exact"),
+    ("convnext", "ConvNextLayerNorm", {"data_format": "channels_last"}, "exact"),
+    ("eomt", "EomtLayerNorm2d", {}, "exact"),
+    ("torchvision.models.convnext", "LayerNorm2d", {}, "exact"),
+    ("timm.layers", "LayerNorm", {}, "exact"),
+    ("timm.layers", "LayerNorm", {"affine": False}, "exact"),
+    ("timm.layers", "LayerNormFp32", {}, "exact"),
+    ("timm.layers", "LayerNorm2d", {}, "exact"),
+    ("timm.layers", "LayerNorm2dFp32", {}, "exact"),
+    ("timm.layers", "RmsNorm", {}, "exact"),
+    ("timm.layers", "RmsNorm", {"affine": False}, "exact"),
+    ("timm.layers", "RmsNormFp32", {}, "exact"),
+    ("diffusers.models.normalization", "FP32LayerNorm", {}, "exact"),
+    ("diffusers.models.normalization", "RMSNorm", {}, "1 ulp"),
+    ("diffusers.models.normalization", "RMSNorm", {"elementwise_affine": False}, "1 ulp"),
 ]
 
 
 def norm_class(family, name):
-    pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    try:
-        return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-    except (ImportError, AttributeError):
-        pytest.skip(f"the transformers installed has no {name}")
+    module = package(family if "." in family else f"transformers.models.{family}.modeling_{family}")
+    if not hasattr(module, name):
+        pytest.skip(f"the {module.__name__} installed has no {name}")
+    return getattr(module, name)
 
 
 def ulp(values, dtype):
@@ -356,7 +304,7 @@ def ulp(values, dtype):
     (torch.float64, torch.float32),  # goes to the original
 ], ids=lambda dtype: str(dtype)[6:])  # fmt: skip
 @pytest.mark.parametrize("family, name, options, agreement", NORM_CLASSES, ids=lambda value: str(value))
-def test_transformers_norm(family, name, options, agreement, x_dtype, weight_dtype, device):
+def test_known_norm(family, name, options, agreement, x_dtype, weight_dtype, device):
     cls = norm_class(family, name)
     original = cls(eps=1e-5) if options is None else cls(72, eps=1e-5, **options)
     original = randomize_norms(original).to(device=device, dtype=weight_dtype)
@@ -368,13 +316,26 @@ def test_transformers_norm(family, name, options, agreement, x_dtype, weight_dty
 
     generator = torch.Generator().manual_seed(2)
     x = (3 * torch.randn(2, 5, 9, 72, generator=generator)).to(device=device, dtype=x_dtype)
-    inputs = [x.transpose(1, 2).detach().requires_grad_() for _ in range(2)]  # strided, as query and key heads are
-    expected, actual = original(inputs[0]), fused(inputs[1])
+    x = x.transpose(1, 2)  # strided, as query and key heads are
+    channels_first = "2d" in name or options is not None and options.get("data_format") == "channels_first"
+    if channels_first:
+        x = x.permute(0, 3, 1, 2)
+    inputs = [x.detach().requires_grad_() for _ in range(2)]
+    try:
+        expected = original(inputs[0])
+    except RuntimeError as error:
+        assert x_dtype != weight_dtype, "the original takes equal dtypes"
+        pytest.skip(f"the original does not take this mix: {error}")
+    actual = fused(inputs[1])
+    if channels_first:
+        assert actual.stride() == expected.stride()
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     # Float32 rounding: the statistics of 72 values, four products, the mean's cancellation (hence the row's largest).
     # In 16 bits its only trace is a tie broken the other way: 1 ulp. With float32 output a double rounding (Llama,
     # 16-bit x) shows as half an ulp of x's dtype.
-    rounding = 8 * torch.finfo(torch.float32).eps * expected.double().abs().amax(-1, keepdim=True)
+    rounding = (
+        8 * torch.finfo(torch.float32).eps * expected.double().abs().amax(1 if channels_first else -1, keepdim=True)
+    )
     if actual.dtype in (torch.bfloat16, torch.float16):
         rounding = rounding + ulp(torch.maximum(expected.abs(), actual.abs()), actual.dtype)
     elif agreement == "1 ulp" and x_dtype != expected.dtype:
@@ -396,15 +357,9 @@ def test_transformers_norm(family, name, options, agreement, x_dtype, weight_dty
 
 
 def test_every_formula_has_a_test():
-    pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     from fused_layernorm.replace import _FORMULAS, _class_fingerprint
 
-    tested = set()
-    for family, name, _, _ in NORM_CLASSES:
-        try:
-            tested.add(_class_fingerprint(norm_class(family, name)))
-        except pytest.skip.Exception:
-            pytest.skip(f"this version of transformers has no {name}")
+    tested = {_class_fingerprint(norm_class(family, name)) for family, name, _, _ in NORM_CLASSES}
     assert tested == set(_FORMULAS)
 
 
@@ -444,6 +399,26 @@ def test_two_dimensional_weight_is_left():
     """Cohere's query and key norms scale (heads, head_dim) but normalize head_dim only."""
     norm = norm_class("cohere", "CohereLayerNorm")((4, 8))
     assert "shape (4, 8)" in replace_norms(norm).left[0].reason
+
+
+def test_what_diffusers_rms_norm_does_with_a_bias_is_left():
+    """It rounds before the bias is added: where the two cancel, the difference is more than 1 ulp of the result."""
+    norm = norm_class("diffusers.models.normalization", "RMSNorm")(8, eps=1e-5, bias=True)
+    assert "bias" in replace_norms(norm).left[0].reason
+
+
+def test_several_normalized_dimensions():
+    norm = randomize_norms(norm_class("diffusers.models.normalization", "FP32LayerNorm")((4, 6)))
+    x = torch.randn(5, 3, 4, 6)
+    expected = norm(x)
+    assert replace_norms(norm).replaced
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_timm_fast_norm_is_left():
+    norm = norm_class("timm.layers", "LayerNorm")(8)
+    norm._fast_norm = True  # as after timm.layers.set_fast_norm()
+    assert "set_fast_norm" in replace_norms(norm).left[0].reason
 
 
 def test_transformers_can_be_left_out():
@@ -494,9 +469,22 @@ class CalledNorm(RenamedNorm):
         return 2 * super().__call__(x)
 
 
+class SuperNorm(RenamedNorm):
+    """ConvNeXt's LayerNorm as text, but super() is not torch's LayerNorm."""
+
+    def forward(self, features):
+        if self.data_format == "channels_first":
+            features = features.permute(0, 2, 3, 1)
+            features = super().forward(features)
+            features = features.permute(0, 3, 1, 2)
+        else:
+            features = super().forward(features)
+        return features
+
+
 NoSourceNorm = type("NoSourceNorm", (RenamedNorm,), {"forward": eval("lambda self, x: x")})
 
-for _cls in (RenamedNorm, LlamaRMSNorm, WrappedNorm, CalledNorm, NoSourceNorm):
+for _cls in (RenamedNorm, LlamaRMSNorm, WrappedNorm, CalledNorm, SuperNorm, NoSourceNorm):
     _cls.__module__ = "transformers.models.invented.modeling_invented"
 
 
@@ -508,80 +496,12 @@ def test_code_decides_not_the_name():
     torch.testing.assert_close(norm(x), expected)
 
 
-@pytest.mark.parametrize("cls", [LlamaRMSNorm, WrappedNorm, CalledNorm, NoSourceNorm])
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, WrappedNorm, CalledNorm, SuperNorm, NoSourceNorm])
 def test_changed_code_is_left(cls):
     norm = cls(8)
     (entry,) = replace_norms(norm).entries
     assert entry.replaced_by is None and entry.reason.startswith("unknown numerics (fingerprint")
     assert type(norm) is cls
-
-
-# --------------------------------------------------------------------------------------- transformers: whole models
-
-SMALL = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "vocab_size": 50,
-    "pad_token_id": 0,
-}
-ENCODER = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
-# Without T5's ReLU: where a value near 0 changes sign by rounding, its gradient comes or goes as a whole.
-T5 = {"d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50,
-      "feed_forward_proj": "gated-gelu"}  # fmt: skip
-WHISPER = {"d_model": 48, "num_mel_bins": 8, "vocab_size": 50, "max_source_positions": 10, "max_target_positions": 12,
-           "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-           "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-           "decoder_start_token_id": 1}  # fmt: skip
-MODELS = [
-    ("Llama", "LlamaModel", SMALL, {"LlamaRMSNorm"}),
-    ("Qwen3", "Qwen3Model", SMALL, {"Qwen3RMSNorm"}),  # query and key norms on strided heads
-    ("Olmo2", "Olmo2Model", {k: v for k, v in SMALL.items() if k != "head_dim"}, {"Olmo2RMSNorm"}),
-    ("Gemma", "GemmaModel", SMALL, {"GemmaRMSNorm"}),
-    ("Cohere", "CohereModel", {k: v for k, v in SMALL.items() if k != "head_dim"}, {"CohereLayerNorm"}),
-    ("T5", "T5EncoderModel", T5, {"T5LayerNorm"}),
-    ("Bert", "BertModel", ENCODER | {"vocab_size": 50}, {"LayerNorm"}),
-    ("ViT", "ViTModel", ENCODER | {"image_size": 16, "patch_size": 8}, {"LayerNorm"}),
-    ("Whisper", "WhisperModel", WHISPER, {"LayerNorm"}),
-]
-
-
-def run_model(model):
-    device, dtype = next((p.device, p.dtype) for p in model.parameters())
-    ids = torch.arange(14, device=device).remainder(9).view(2, 7) + 3
-    generator = torch.Generator().manual_seed(3)
-    if "ViT" in type(model).__name__:
-        inputs = {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator).to(device, dtype)}
-    elif "Whisper" in type(model).__name__:
-        features = torch.randn(2, 8, 20, generator=generator).to(device, dtype)
-        inputs = {"input_features": features, "decoder_input_ids": ids}
-    else:
-        inputs = {"input_ids": ids}
-    return model(**inputs).last_hidden_state
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family, name, config, classes", MODELS, ids=[name for _, name, _, _ in MODELS])
-def test_transformers_model(family, name, config, classes, dtype, device):
-    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**config))
-    check_model(model, run_model, dtype, device, classes)
-
-
-def test_generation_is_the_same():
-    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    torch.manual_seed(0)
-    model = randomize_norms(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))).eval()
-    ids = torch.tensor([[5, 6, 7]])
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(ids, **options)
-    replace_norms(model)
-    assert torch.equal(model.generate(ids, **options), expected)
 
 
 def test_package_does_not_import_transformers():

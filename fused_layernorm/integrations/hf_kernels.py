@@ -1,0 +1,61 @@
+"""Our RMSNorm for the `kernels` package of Hugging Face, without the Hub.
+
+    from kernels import Mode, kernelize, use_kernel_mapping
+    from fused_layernorm.integrations.hf_kernels import KERNEL_MAPPING
+
+    with use_kernel_mapping(KERNEL_MAPPING):
+        model = kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
+
+`replace_norms` does the same for more norms, tells what it did, and can be undone; this is for programs that choose
+their kernels by `kernelize` already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..replace import formula_of, fused_forward, takes_fused
+
+
+class RMSNorm(nn.Module):
+    """The forward that `kernelize` binds to a norm of a model: `self` is that norm, with its own weight and eps.
+
+    Layers of one name do not all compute the same, so it goes by the code of the norm's class, as `replace_norms` does,
+    and runs that code itself where it does not know it. `kernelize` allows such a class these members only.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        formula = _formula_of(self)
+        if formula is None or not takes_fused(self, formula, hidden_states):
+            return type(self).forward(self, hidden_states)
+        return fused_forward(self, formula, hidden_states)
+
+
+@torch.compiler.assume_constant_result
+def _formula_of(module: nn.Module):
+    return formula_of(module)
+
+
+@dataclass(frozen=True)
+class _InThisPackage:
+    """What `kernels` calls a layer repository: something to hash, with the layer to load."""
+
+    layer: type[nn.Module]
+
+    def load(self) -> type[nn.Module]:
+        return self.layer
+
+    def __str__(self) -> str:
+        return f"fused_layernorm, layer {self.layer.__name__}"
+
+
+# Not by mode: the layer serves them all.
+KERNEL_MAPPING = {
+    name: {device: _InThisPackage(RMSNorm) for device in ("cpu", "cuda")} for name in ("RMSNorm", "RMSNormZeroCentered")
+}

@@ -1,0 +1,86 @@
+"""What the tests of replace_norms share: models with norms worth looking at, and how their results are judged."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+from fused_layernorm import replace_norms, restore_norms
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
+    ),
+]
+
+
+def package(name):
+    """The imported package or module; without it the test is skipped, with the reason."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch of another build
+        pytest.skip(f"needs {name}: {error}")
+
+
+def randomize_norms(model, seed=0):
+    """Give every norm parameter values of its own: a weight of ones would hide a weight that is not used."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if "norm" in type(module).__name__.lower():
+                for parameter in module.parameters(recurse=False):
+                    noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+                    parameter += noise.to(parameter)
+    return model
+
+
+def loss_and_gradients(model, run):
+    """The output of run(model), and the gradients of all parameters for a loss that weighs every output differently."""
+    model.zero_grad()
+    output = run(model)
+    direction = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
+    (output.float() * direction).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), gradients
+
+
+def assert_no_worse(actual, original, reference, what, floor=0.0):
+    """Against a more precise reference, at most twice the error of the original (in the 2-norm), and no NaN.
+
+    The term added covers an original that happens to hit the reference: 4 machine epsilons of the tensor's size, or of
+    `floor` for a tensor that is nothing but rounding (the gradient of an attention key's bias is 0 in theory).
+    """
+    assert actual.dtype == original.dtype and actual.shape == original.shape, what
+    error, allowed = ((t.double() - reference.double()).norm().item() for t in (actual, original))
+    rounding = 4 * torch.finfo(actual.dtype).eps * max(reference.double().norm().item(), floor)
+    assert error <= 2 * allowed + rounding, f"{what}: {error:.3g}, original {allowed:.3g}, rounding {rounding:.3g}"
+
+
+def check_model(model, run, dtype, device):
+    """Outputs and gradients before and after replace_norms, and the exact original after restore_norms; the report."""
+    model = randomize_norms(model).to(device=device, dtype=dtype).eval()
+    wider = torch.float64 if dtype == torch.float32 else torch.float32
+    reference = loss_and_gradients(copy.deepcopy(model).to(wider), run)
+    original = loss_and_gradients(model, run)
+    classes = [type(m) for m in model.modules()]
+    parameters = dict(model.named_parameters())
+    state_keys = list(model.state_dict())
+
+    report = replace_norms(model)
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert list(model.state_dict()) == state_keys
+    fused = loss_and_gradients(model, run)
+    assert_no_worse(fused[0], original[0], reference[0], "output")
+    assert fused[1].keys() == original[1].keys()
+    floor = 0.1 * max(gradient.double().norm().item() for gradient in reference[1].values())
+    for name, gradient in fused[1].items():
+        assert_no_worse(gradient, original[1][name], reference[1][name], f"gradient of {name}", floor)
+
+    assert len(restore_norms(model).replaced) == len(report.replaced)
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(run(model), original[0])
+    return report
