@@ -190,14 +190,14 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
         return None, f"a subclass of {base}" if base else "unknown numerics"
     if package.startswith("transformers") and not transformers:
         return None, "transformers=False"
-    formula = _formula(cls)
+    formula = formula_of(cls)
     if formula is None:
         return None, f"unknown numerics (fingerprint {_class_fingerprint(cls)})"
-    why_not = _why_not(module, formula)
-    return (None, why_not) if why_not else (_fused_class(cls), formula.note)
+    reason = why_not(module, formula)
+    return (None, reason) if reason else (_fused_class(cls), formula.note)
 
 
-def _why_not(module: nn.Module, formula: _Formula) -> str | None:
+def why_not(module: nn.Module, formula: _Formula) -> str | None:
     """Why this module is not served, though the forward of its class is known; None where it is."""
     if getattr(module, "_fast_norm", False):
         return "timm's set_fast_norm is on"
@@ -275,14 +275,9 @@ _FORMULAS: dict[str, _Formula] = {
 }
 
 
-def _formula(cls: type) -> _Formula | None:
+def formula_of(cls: type) -> _Formula | None:
+    """What the forward of this class computes; None where its code is not known."""
     return _FORMULAS.get(_class_fingerprint(cls) or "")
-
-
-def formula_of(module: nn.Module) -> _Formula | None:
-    """What a module that is not torch's computes, if its class is known and the module itself is nothing special."""
-    formula = _formula(type(module))
-    return formula if formula and not _why_not(module, formula) else None
 
 
 def _class_fingerprint(cls: type) -> str | None:
@@ -385,11 +380,11 @@ def fused_forward(module: nn.Module, formula: _Formula, x: Tensor) -> Tensor:
 
 @functools.cache
 def _fused_class(original: type) -> type:
-    namespace = {"original_class": original, "formula": _formula(original), "__module__": __name__}
+    namespace = {"original_class": original, "formula": formula_of(original), "__module__": __name__}
     return type(f"Fused{original.__name__}", (_FusedKnownNorm, original), namespace)
 
 
 def _new_module(original: type) -> nn.Module:
     # A model saved with one version of transformers may be loaded with another, whose norm is not known.
-    cls = _fused_class(original) if _formula(original) else original
+    cls = _fused_class(original) if formula_of(original) else original
     return cls.__new__(cls)

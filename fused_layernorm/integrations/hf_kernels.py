@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..replace import formula_of, fused_forward, takes_fused
+from ..replace import formula_of, fused_forward, takes_fused, why_not
 
 
 class RMSNorm(nn.Module):
@@ -31,15 +31,15 @@ class RMSNorm(nn.Module):
     has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        formula = _formula_of(self)
-        if formula is None or not takes_fused(self, formula, hidden_states):
+        formula = _formula_of(type(self))  # of the class: torch 2.11 takes no module for a constant
+        if formula is None or why_not(self, formula) or not takes_fused(self, formula, hidden_states):
             return type(self).forward(self, hidden_states)
         return fused_forward(self, formula, hidden_states)
 
 
 @torch.compiler.assume_constant_result
-def _formula_of(module: nn.Module):
-    return formula_of(module)
+def _formula_of(cls: type[nn.Module]):
+    return formula_of(cls)
 
 
 @dataclass(frozen=True)
