@@ -250,7 +250,8 @@ def earlier_builds(folder: Path) -> dict:
 
 def make_build_py(not_built: str | None):
     class BuildPy(build_py):
-        """Never ships the record of an earlier build in this folder; writes one where no extension is built."""
+        """Ships csrc/ inside the package; never the record of an earlier build in this folder, but one where no
+        extension is built."""
 
         def find_package_modules(self, package, package_dir):
             modules = super().find_package_modules(package, package_dir)
@@ -258,6 +259,8 @@ def make_build_py(not_built: str | None):
 
         def run(self):
             super().run()
+            if not getattr(self, "editable_mode", False):
+                shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "fused_layernorm" / "csrc", dirs_exist_ok=True)
             if not_built:
                 if getattr(self, "editable_mode", False):
                     write_build_info(ROOT, earlier_builds(ROOT), not_built)

@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from . import _ops
+from . import _ops, _source_hash
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
 from .replace import ReplaceReport, replace_norms, restore_norms
@@ -14,6 +14,7 @@ __all__ = [
     "backend",
     "fused_layer_norm",
     "fused_rms_norm",
+    "include_dir",
     "replace_norms",
     "restore_norms",
 ]
@@ -22,3 +23,8 @@ __all__ = [
 def backend() -> str:
     """Which kernels this process loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch operations)."""
     return _ops.backend
+
+
+def include_dir() -> str:
+    """The folder of vector_io.cuh, reduce.cuh and dispatch.cuh, for kernels of your own (docs/extending.md)."""
+    return str(_source_hash.CSRC)
