@@ -1,6 +1,6 @@
 """Copies examples/template/ under the name of a new operator.
 
-    make new-op NAME=fast_gelu [DEST=folder]        or: python examples/new_op.py fast_gelu [folder]
+make new-op NAME=fast_gelu [DEST=folder]        or: python examples/new_op.py fast_gelu [folder]
 """
 
 import argparse

