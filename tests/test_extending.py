@@ -100,3 +100,11 @@ def test_a_name_that_is_taken(tmp_path):
     new_op.new_op("fresh_op", tmp_path)
     with pytest.raises(ValueError, match="exists already"):
         new_op.new_op("fresh_op", tmp_path)
+
+
+def test_code_on_the_page_is_the_code():
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^From `([^`]+)`:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == page.count("From `") >= 5
+    for path, block in blocks:
+        assert block in (ROOT / path).read_text(), f"{path} has no such lines:\n{block}"
