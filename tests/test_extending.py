@@ -108,3 +108,20 @@ def test_code_on_the_page_is_the_code():
     assert len(blocks) == page.count("From `") >= 5
     for path, block in blocks:
         assert block in (ROOT / path).read_text(), f"{path} has no such lines:\n{block}"
+
+
+@pytest.mark.parametrize("page", ["docs/checklist.md", "docs/extending.md", "CONTRIBUTING.md", "examples/README.md"])
+def test_what_a_page_names_is_there(page):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`([\w./-]+/[\w./-]+|[\w-]+\.(?:py|md))(?:::(\w+))?`", text)
+    named += [(str(Path(page).parent / path), "") for path in re.findall(r"\]\(([^)#:]+)\)", text)]
+    here = (ROOT, ROOT / Path(page).parent, EXAMPLES / "custom_op")  # what a path may be relative to
+    checked = 0
+    for path, test in named:
+        if path.startswith(("torch/", "ATen/", "examples/output")) or "fast_gelu" in path:
+            continue  # torch's own, what is written, what the reader makes
+        found = [folder / path for folder in here if (folder / path).exists()]
+        assert found, f"{page} names {path}, which is not there"
+        assert not test or f"def {test}(" in found[0].read_text(), f"{page}: {path} has no {test}"
+        checked += 1
+    assert checked >= 5
