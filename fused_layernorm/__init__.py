@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from . import _ops, _source_hash
+from ._profile import ProfileReport, profile
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
 from .replace import ReplaceReport, replace_norms, restore_norms
@@ -10,11 +11,13 @@ from .replace import ReplaceReport, replace_norms, restore_norms
 __all__ = [
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "ProfileReport",
     "ReplaceReport",
     "backend",
     "fused_layer_norm",
     "fused_rms_norm",
     "include_dir",
+    "profile",
     "replace_norms",
     "restore_norms",
 ]

@@ -115,12 +115,8 @@ def test_what_a_page_names_is_there(page):
     text = (ROOT / page).read_text()
     named = re.findall(r"`([\w./-]+/[\w./-]+|[\w-]+\.(?:py|md))(?:::(\w+))?`", text)
     named += [(str(Path(page).parent / path), "") for path in re.findall(r"\]\(([^)#:]+)\)", text)]
-    here = (
-        ROOT,
-        ROOT / Path(page).parent,
-        EXAMPLES / "custom_op",
-        EXAMPLES / "custom_op/custom_op",
-    )  # what a path may be relative to
+    # What a path may be relative to.
+    here = (ROOT, ROOT / Path(page).parent, EXAMPLES, EXAMPLES / "custom_op", EXAMPLES / "custom_op/custom_op")
     checked = 0
     for path, test in named:
         if path.startswith(("torch/", "ATen/", "examples/output")) or "fast_gelu" in path:
