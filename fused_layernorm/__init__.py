@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from . import _ops, _source_hash
+from ._jit import build
 from ._profile import ProfileReport, profile
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
@@ -14,6 +15,7 @@ __all__ = [
     "ProfileReport",
     "ReplaceReport",
     "backend",
+    "build",
     "fused_layer_norm",
     "fused_rms_norm",
     "include_dir",
