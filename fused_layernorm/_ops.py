@@ -27,7 +27,7 @@ from . import _jit, _source_hash, _toolchain, reference
 # In a source folder in place, as an extension there goes before one in site-packages.
 _IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
 MEND = f"pip install --no-build-isolation --force-reinstall --no-deps {'-e ' if _IN_SOURCES else ''}."
-_MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_layernorm.'
+_MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_layernorm, or call fused_layernorm.build().'
 
 
 class _Loaded(NamedTuple):
