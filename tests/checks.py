@@ -3,6 +3,7 @@
 import copy
 import importlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,9 +22,11 @@ DEVICES = [
 
 
 def build_environment(device):
-    """Environment variables for a process that compiles an extension for `device`."""
+    """Environment variables for a process that compiles an extension for `device`; skips the test where none can."""
     # ninja may lie beside Python without being on PATH.
     environment = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    if _toolchain.cxx_problem() or not shutil.which("ninja", path=environment["PATH"]):
+        pytest.skip(f"needs a compiler and ninja: {_toolchain.cxx_problem() or 'no ninja'}")
     if device == "cpu":  # on a machine with a card, too
         return environment | {"USE_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}
     # torch takes the folder above the nvcc on PATH for the toolkit, which may be a script elsewhere.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import build_environment
 
 from fused_layernorm import _jit, _ops, _toolchain
 from fused_layernorm._source_hash import source_hash
@@ -358,7 +359,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 @pytest.fixture(scope="module")
 def not_built(tmp_path_factory):
     """not_built(code, **environment): run code where the package has no extension, but sources that compile."""
-    pytest.importorskip("ninja")
+    environment_of_build = build_environment("cpu")
     folder = tmp_path_factory.mktemp("not_built")
     ignore = shutil.ignore_patterns("_build_info.py", "__pycache__", "csrc")
     shutil.copytree(ROOT / "fused_layernorm", folder / "fused_layernorm", ignore=ignore)
@@ -368,10 +369,8 @@ def not_built(tmp_path_factory):
     hide += f"u.find_spec = lambda name, package=None: None if name in {NAMES} else real(name, package)\n"
 
     def run(code: str, **environment: str) -> subprocess.CompletedProcess:
-        scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_LAYERNORM")}
-        clean |= {"PATH": scripts, "USE_CUDA": "0", "PYTHONPATH": str(folder)}
-        clean["TORCH_EXTENSIONS_DIR"] = str(folder / "cache")
+        clean |= environment_of_build | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
         command = [sys.executable, "-c", hide + code]
         return subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True)
 
