@@ -203,6 +203,11 @@ def compile_operator(with_cuda: bool) -> None:
 # adds up where paths meet: relevance = activation * gradient. What constants take is written into a ledger.
 
 
+def stabilized(z):
+    """z, moved away from 0 by epsilon: what relevance is divided by."""
+    return z + torch.copysign(torch.full_like(z, EPSILON), z)
+
+
 class EpsilonLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, ledger):
@@ -216,7 +221,7 @@ class EpsilonLinear(torch.autograd.Function):
         z, weight, bias = ctx.saved_tensors
         relevance = grad * z
         shares = torch.ops.inline_relevance.shares(relevance.flatten(0, -2), z.flatten(0, -2), weight, EPSILON)
-        per_unit = relevance / (z + torch.copysign(torch.tensor(EPSILON), z))
+        per_unit = relevance / stabilized(z)
         ctx.ledger["biases"] += (per_unit * bias).sum().item()
         ctx.ledger["epsilon"] += (relevance - per_unit * z).sum().item()
         return shares.view(*z.shape[:-1], -1), None, None, None
@@ -365,7 +370,7 @@ def main() -> None:
     x, weight, relevance = (torch.randn(*shape, device=device) for shape in ((5, 48), (1030, 48), (5, 1030)))
     z = x @ weight.T
     found = x * torch.ops.inline_relevance.shares(relevance, z, weight, EPSILON)
-    exact = x.double() * ((relevance / (z + torch.copysign(torch.tensor(EPSILON), z))).double() @ weight.double())
+    exact = x.double() * ((relevance / stabilized(z)).double() @ weight.double())
     error = ((found - exact).abs().max() / exact.abs().max()).item()
     print(f"one Linear, largest error against float64: {error:.1e} of the largest relevance")
     if not error < 1e-5:
