@@ -467,9 +467,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         });
         ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
         ring.next_stage();
-        const Pair<acc_t> sums = row_sum<Row>(
-            add_up(stats, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; }),
-            scratch[turn]);
+        const Pair<acc_t> sums =
+            row_sum<Row>(add_up(
+                             stats, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; }),
+                         scratch[turn]);
         forget(x_raw);
         forget(grad_raw);
         store(stats, sums, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; });
@@ -556,8 +557,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 
 // ---- split ---------------------------------------------------------------------------------------------------------
 
-// grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share the
-// row in a cluster of `slices` blocks, as many times the threads do what these would.
+// grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
+// the row in a cluster of `slices` blocks, as many times the threads do what these would.
 template <typename scalar_t, typename weight_t, typename Plan>
 __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row, int slices,
                                                 acc_type<scalar_t> inverse_n, Pair<acc_type<scalar_t>>* scratch) {

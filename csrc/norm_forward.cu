@@ -90,8 +90,8 @@ struct Stage {
   __device__ unsigned place(const T* target) const {
     return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
   }
-  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other rows
-  // or slices by single elements.
+  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other
+  // rows or slices by single elements.
   __device__ void drain(T* target, int elements, int rank) const {
     constexpr int kWord = 16 / static_cast<int>(sizeof(T));
     const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   using Held = Places<Plan, kRagged>;
 
   // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
-  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most three
-  // bits, of many more than 16-bit results can show.
+  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
+  // three bits, of many more than 16-bit results can show.
   constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
 
   // Which row, and which slice of it: the blocks of a cluster share a row
@@ -189,9 +189,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 
   // Load; what lies beyond the row is not looked at
   RawVec<scalar_t, kVec> raw[kVecs];
-  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(stages[kStaged ? Row::group() : 0],
-                                                               &stage_barriers[kStaged ? Row::group() : 0],
-                                                               kStaged ? rank : 1);
+  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
+      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     const int left = elements - tile;
     const scalar_t* first = x + tile + own;

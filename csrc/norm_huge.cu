@@ -41,9 +41,7 @@ struct SliceOfBlock {
   int slice, elements, own;  // own: where this thread's first vector lies in a tile
 
   __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, int64_t row, int slice)
-      : row(row),
-        slice(slice),
-        own(static_cast<int>(threadIdx.x) * Plan::kVec) {
+      : row(row), slice(slice), own(static_cast<int>(threadIdx.x) * Plan::kVec) {
     first_col = static_cast<int64_t>(slice) * slices.elements;
     elements = static_cast<int>(min(static_cast<int64_t>(slices.elements), hidden_size - first_col));
   }
@@ -60,8 +58,8 @@ struct SliceOfBlock {
   __device__ bool has(int tile, int v) const { return tile + own + v * Plan::kThreads * Plan::kVec < elements; }
 };
 
-// Calls add(part, first) for parts l, l + 32, ... of `count`, in this order, in lane l; kAtOnce loads are on their way at
-// once.
+// Calls add(part, first) for parts l, l + 32, ... of `count`, in this order, in lane l; kAtOnce loads are on their way
+// at once.
 template <int kAtOnce, typename T, typename F>
 __device__ __forceinline__ void for_each_part(const T* parts, int count, F&& add) {
   const int lane = threadIdx.x % 32;
@@ -463,9 +461,8 @@ cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t 
     acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;
 
     const OverlappedLaunch sums(dim3(static_cast<unsigned>(params.rows * slices.count)), dim3(Sums::kThreads), stream);
-    cudaError_t error =
-        cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, weight_t, Sums>, params, slices,
-                           launch.groups == 1);
+    cudaError_t error = cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, weight_t, Sums>, params,
+                                           slices, launch.groups == 1);
     if (error != cudaSuccess) return error;
     const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.column_tiles * launch.groups)),
                                      dim3(Gradients::kThreads), stream);

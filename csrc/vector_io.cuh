@@ -177,8 +177,8 @@ __device__ __forceinline__ RawVec<T, kVec> pack(const acc_t (&values)[kVec]) {
   memcpy(&raw, elements, sizeof(raw));
   return raw;
 }
-// To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in backward and lost 0.02 of the copy in
-// forward (H200, 256 MiB).
+// To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in backward and lost 0.02 of the copy
+// in forward (H200, 256 MiB).
 template <typename T, int kVec, typename acc_t>
 __device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]) {
   const RawVec<T, kVec> raw = pack<T>(values);
@@ -252,8 +252,8 @@ struct Places {
   int elements, left;  // of the row; of it, from this thread's first vector on
   int last = 0;        // the first vector of the group that a ragged row ends in
 
-  // For `elements` elements, what is beyond kVecs * kStep not looked at, and a thread whose vectors begin `own` elements
-  // into each step.
+  // For `elements` elements, what is beyond kVecs * kStep not looked at, and a thread whose vectors begin `own`
+  // elements into each step.
   __device__ Places(int elements, int own) : elements(elements), left(elements - own) {
     if (ragged) last = min(elements / (kGroup * kStep), kMain / kGroup) * kGroup;
   }
@@ -379,8 +379,8 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, u
 #endif
 }
 
-// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The thread
-// that asks waits until shared memory has been read.
+// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
+// thread that asks waits until shared memory has been read.
 __device__ __forceinline__ void fence_bulk_store() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -388,9 +388,10 @@ __device__ __forceinline__ void fence_bulk_store() {
 }
 __device__ __forceinline__ void store_bulk(void* global, unsigned shared, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n" ::"l"(global),
-               "r"(shared), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_bulk_stores() {
