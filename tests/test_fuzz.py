@@ -1,0 +1,331 @@
+"""Random cases against fp64: shapes, strides, alignments, dtypes, options, what requires grad, values of every kind.
+
+    pytest tests/test_fuzz.py                                    a few thousand cases, the same ones on every run
+    FUZZ=20000 pytest tests/test_fuzz.py                         so many of each kind, new ones on every run
+    FUZZ=20000 FUZZ_DEVICE=cuda pytest tests/test_fuzz.py        on the GPU
+
+What is drawn is written in `OPTIONS` (fields of test_correctness.Case: a new option is a line there) and in the few
+strategies below it. How far from the truth a result may be is the formula of test_correctness.expected. A failure ends
+with the smallest case that hypothesis finds; it belongs into the list at the end of this file, under a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import pytest
+import torch
+
+from fused_layernorm import _ops
+from test_correctness import (
+    HAS_CUDA,
+    Case,
+    Inputs,
+    X,
+    bf16,
+    expected,
+    fill,
+    fp16,
+    fp32,
+    fp64,
+    fused,
+    in_plain_operations,
+    one_thread,
+    poisoned,
+    reference_dtype,
+    run,
+    same_bits,
+    torch_result,
+    uses_kernels,
+    with_torch,
+)
+
+pytest.importorskip("hypothesis", reason="needs the package hypothesis")
+from hypothesis import HealthCheck, given, settings, target  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
+EXAMPLES = int(os.environ.get("FUZZ", "0"))
+MOST_ELEMENTS = 1 << (13 if DEVICE == "cpu" else 21)  # of x: many small cases find more than a few large ones
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda" and not HAS_CUDA, reason="FUZZ_DEVICE=cuda, but torch sees no CUDA device"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
+
+
+# ---- what is drawn -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the elements of a tensor lie: dimensions in this order, each with a step and a gap, the first at offset."""
+
+    offset: int = 0
+    order: tuple = ()  # of the dimensions, outermost first; (): as they come
+    steps: tuple = ()
+    gaps: tuple = ()
+    expanded: tuple = ()  # dimensions of stride 0
+
+    def place(self, t):
+        """A tensor laid out so, of t's values (of those at index 0 along expanded dimensions), NaN in the gaps."""
+        shape = t.shape
+        for dim in self.expanded:
+            t = t.narrow(dim, 0, min(1, t.shape[dim]))
+        order = self.order or tuple(range(t.dim()))
+        steps, gaps = self.steps or (1,) * t.dim(), self.gaps or (0,) * t.dim()
+        room = [t.shape[dim] * steps[dim] + gaps[dim] for dim in order]
+        memory = t.new_full((self.offset + math.prod(room),), float("nan"))[self.offset :].view(room)
+        picked = tuple(slice(0, t.shape[dim] * steps[dim], steps[dim]) for dim in order)
+        placed = memory[picked].permute([order.index(dim) for dim in range(t.dim())])
+        placed.copy_(t)
+        return placed.expand(shape) if t.numel() else placed.new_empty(shape)
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    case: Case
+    seed: int = 0
+    mean: float = 0.0
+    sigma: float = 1.0
+    grad_scale: float = 1.0
+    special: tuple = ()  # (name of a tensor, value, position) written over what was drawn
+    memory: dict = field(default_factory=dict)  # name of a tensor: Memory
+    wants: tuple = ("x", "weight", "bias")
+    route: str = "node"
+
+    @one_thread()
+    def inputs(self, device):
+        """The tensors on the device, from a generator on the CPU: a failure on one device can be tried on the other."""
+        generator = torch.Generator().manual_seed(self.seed)
+        case, limit = self.case, torch.finfo(self.case.dtype).max
+
+        def normal(shape):
+            return torch.randn(shape, dtype=fp64, generator=generator)
+
+        tensors = {"x": (self.mean + self.sigma * fill(case.shape, case.values, generator)).clamp(-limit, limit)}
+        tensors["x"] = tensors["x"].to(case.dtype)
+        for name, shift in (("weight", 0.7 - case.weight_offset), ("bias", 0.1)):
+            dtype = case.parameter_dtype(name)
+            tensors[name] = None if dtype is None else (shift + 0.5 * normal(case.normalized_shape)).to(dtype)
+        tensors["grad_output"] = (self.grad_scale * (0.2 + normal(case.shape))).to(case.y_dtype)
+        for name, value, position in self.special:
+            if tensors[name] is not None and tensors[name].numel():
+                tensors[name].view(-1)[position % tensors[name].numel()] = value
+        for name, memory in self.memory.items():
+            if tensors[name] is not None:
+                tensors[name] = memory.place(tensors[name].to(device))
+        return Inputs(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
+
+
+# Fields of Case, drawn independently of each other. A strategy for weight_offset sees no weight: `cases` mends that.
+OPTIONS = {
+    "op": st.sampled_from(["layer_norm", "rms_norm"]),
+    "weight": st.sampled_from([X, fp32, None]),
+    "bias": st.sampled_from([X, fp32, None]),
+    "values": st.sampled_from(["normal", "hot_columns", "first_is_outlier", "constant"]),
+    "eps": st.sampled_from([1e-5, 1e-6, 1e-12, 1e-2, 0.0]),
+    "weight_offset": st.sampled_from([0.0, 1.0, -0.25]),
+    "out_dtype": st.sampled_from([None, None, fp16, bf16, fp32, fp64]),
+}
+DTYPES = st.sampled_from([fp16, bf16, fp32, fp64])
+# Around the lengths at which a vector, a warp, a block or a plan of the kernels is full.
+EDGES = [power + off for power in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) for off in (-1, 0, 1, 8)]
+LONG = [16384, 16392, 24576, 32769, 65536, 131072, 262144, 262147] if DEVICE == "cuda" else []
+SPECIAL = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-45, 1e-40, 6e-8, 65504.0, 1e18, 1e30]
+
+
+@st.composite
+def cases(draw, **fixed):
+    options = {**OPTIONS, "dtype": DTYPES, **{name: st.just(value) for name, value in fixed.items()}}
+    hidden_sizes = st.one_of(st.integers(1, 70), st.integers(1, 3000), st.sampled_from(EDGES + LONG))
+    normalized = draw(st.one_of(st.tuples(hidden_sizes), st.tuples(st.integers(1, 9), st.integers(1, 40))))
+    most = max(1, MOST_ELEMENTS // math.prod(normalized))
+    leading = []
+    for _ in range(draw(st.integers(0, 3))):
+        leading.append(draw(st.one_of(st.integers(1, min(most, 9)), st.integers(0, min(most, 300)))))
+        most //= max(leading[-1], 1)
+        if not most:
+            break
+    case = Case((*leading, *normalized), normalized_ndim=len(normalized), **{k: draw(s) for k, s in options.items()})
+    if case.weight is None:
+        case = replace(case, weight_offset=0.0)
+    if case.dtype == fp64:
+        case = replace(case, **{name: X for name in ("weight", "bias") if getattr(case, name) == fp32})
+    return case
+
+
+@st.composite
+def memories(draw, dims, may_expand):
+    if not dims or draw(st.integers(0, 2)) == 0:
+        return Memory(draw(st.integers(0, 9)))
+    numbers = st.one_of(st.just(0), st.integers(0, 17))
+    return Memory(
+        offset=draw(st.integers(0, 17)),
+        order=draw(st.one_of(st.just(tuple(range(dims))), st.permutations(range(dims)).map(tuple))),
+        steps=tuple(draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in range(dims)),
+        gaps=tuple(draw(numbers) for _ in range(dims)),
+        expanded=tuple(d for d in range(dims) if may_expand and draw(st.integers(0, 7)) == 0),
+    )
+
+
+@st.composite
+def fuzzed(draw, special=False, **fixed):
+    case = draw(cases(**fixed))
+    dims = {"x": len(case.shape), "grad_output": len(case.shape)}
+    dims |= {name: len(case.normalized_shape) for name in ("weight", "bias")}
+    present = ["x", *(name for name in ("weight", "bias") if getattr(case, name) is not None)]
+    positions = st.tuples(st.sampled_from(["x", "grad_output", "weight", "bias"]), st.sampled_from(SPECIAL),
+                          st.integers(0, MOST_ELEMENTS))  # fmt: skip
+    return Fuzzed(
+        case,
+        seed=draw(st.integers(0, 1 << 32)),
+        mean=draw(st.sampled_from([0.0, 0.3, -5.0, 1e3, 1e4, -1e6])),
+        sigma=draw(st.sampled_from([1.0, 1.0, 1e-4, 300.0, 1e-20, 1e-30, 0.0])),
+        grad_scale=draw(st.sampled_from([1.0, 1.0, 1e-4, 1e3, 1e-30])),
+        special=tuple(draw(st.lists(positions, min_size=1, max_size=4))) if special else (),
+        memory={name: draw(memories(n, name in ("x", "grad_output"))) for name, n in dims.items()},
+        wants=tuple(name for name in present if draw(st.booleans())) or (draw(st.sampled_from(present)),),
+        route=draw(st.sampled_from(["node", "function", "operator"])),
+    )
+
+
+# ---- how it is run and judged --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def through(route):
+    """Calls of the library inside go through this one of its ways to the kernels."""
+    if route == "node" or _ops.extension is None:
+        yield
+    elif route == "function":
+        with mock.patch.object(_ops, "norm", lambda *arguments: NotImplemented):
+            yield
+    else:  # what torch.compile calls
+
+        def norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype):
+            dims = len(normalized_shape or (bias if weight is None else weight).shape)
+            return _ops.norm_operator(x, weight, bias, dims, eps, weight_offset, is_rms_norm, out_dtype)[0]
+
+        with mock.patch.object(_ops, "norm", norm):
+            yield
+
+
+def rows_of(t, case):
+    return t.reshape(case.rows, case.hidden_size)
+
+
+def promised_rows(case, inputs):
+    """The rows in which values are promised: finite, with squares whose sum is within range, and var + eps > 0."""
+    x, dy = rows_of(inputs.x.double(), case), rows_of(inputs.grad_output.double(), case)
+    info = torch.finfo(reference_dtype(case))
+    mean = x.mean(1, keepdim=True) if case.op == "layer_norm" else torch.zeros_like(x[:, :1])
+    in_range = case.hidden_size * x.square().amax(1) < info.max / 4
+    is_constant = (x - mean).abs().amax(1) <= info.eps * mean[:, 0].abs()  # what rounding the mean leaves
+    return in_range & dy.isfinite().all(1) & ~(is_constant & (case.eps == 0))
+
+
+def judge(case, inputs, found, wants):
+    """AssertionError unless each promised value is within its limit, and what cannot be finite is not."""
+    assert list(found) == ["y", *wants]
+    limits = expected(case, inputs)
+    torchs = torch_result(case, inputs)
+    promised = promised_rows(case, inputs)
+    parameters_finite = all(t is None or bool(t.isfinite().all()) for t in (inputs.weight, inputs.bias))
+    for name, result in found.items():
+        like = inputs.x if name == "y" else getattr(inputs, name)
+        dtype = case.y_dtype if name == "y" else like.dtype
+        assert (result.dtype, result.shape, result.device) == (dtype, like.shape, like.device), name
+        truth, limit = limits[name]
+        error = (result.double() - truth).abs()
+        # Too large for the result's type: infinity is the rounding.
+        overflows = (truth.abs() + limit >= torch.finfo(dtype).max) & (result.double() == truth.sign() * math.inf)
+        good = (error <= limit) | overflows
+        # Where a sum overflows on the way in torch too, it may here.
+        good |= truth.isfinite() & ~torchs[name].isfinite() & ~result.isfinite()
+        if name in ("y", "x"):
+            matters = promised[:, None].expand(case.rows, case.hidden_size).reshape(like.shape)
+            # No finite number where there is none: NaN and infinity in a row are not lost.
+            lost = ~truth.isfinite() & result.isfinite() & rows_of(inputs.x, case).isfinite().logical_not().any(
+                1, keepdim=True).expand(case.rows, case.hidden_size).reshape(like.shape)  # fmt: skip
+            assert not lost.any(), f"{name}: {int(lost.sum())} finite numbers where the truth is none"
+            good |= ~truth.isfinite() & ~result.isfinite()
+        else:
+            matters = torch.full_like(good, bool(promised.all()) and parameters_finite)
+        wrong = matters & ~good
+        if wrong.any():
+            at = int(((error / limit.clamp_min(1e-300)).nan_to_num(math.inf) * wrong).argmax())
+            raise AssertionError(
+                f"{name}: {int(wrong.sum())} of {good.numel()} wrong; the worst, at {at}: "
+                f"{result.reshape(-1)[at].item()!r}, wanted {truth.reshape(-1)[at].item()!r} "
+                f"+- {limit.reshape(-1)[at].item():.3g}, torch {torchs[name].reshape(-1)[at].item()!r}"
+            )
+
+
+def check_case(drawn):
+    """Values; then what must not change a bit: the layout, what else is wanted, the rows beside a row."""
+    case, inputs = drawn.case, drawn.inputs(DEVICE)
+    with through(drawn.route), poisoned():
+        found = run(fused, case, inputs, drawn.wants)
+    judge(case, inputs, found, drawn.wants)
+    if not uses_kernels(DEVICE):
+        return
+    plain = Inputs(*(None if t is None else t.detach().contiguous().clone() for t in vars(inputs).values()))
+    again = run(fused, case, plain)
+    for name, value in found.items():
+        assert equal_bits(value, again[name]), f"{name} depends on the layout, the way, or what else is wanted"
+    if case.rows:
+        row = drawn.seed % case.rows
+        alone = replace(case, shape=(1, *case.normalized_shape))
+        part = Inputs(plain.x.reshape(-1, *case.normalized_shape)[row : row + 1], plain.weight, plain.bias,
+                      plain.grad_output.reshape(-1, *case.normalized_shape)[row : row + 1])  # fmt: skip
+        single = run(fused, alone, part)
+        for name in ("y", "x"):
+            whole = rows_of(again[name], case)[row]
+            assert equal_bits(whole, single[name].reshape(-1)), f"{name} of row {row} depends on the other rows"
+
+
+def equal_bits(a, b):
+    """same_bits, but here NaN equals NaN: some of the values drawn lead to one."""
+    return same_bits(a.nan_to_num(7.0, math.inf, -math.inf), b.nan_to_num(7.0, math.inf, -math.inf)) and torch.equal(
+        a.isnan(), b.isnan()
+    )
+
+
+def fuzz(strategy, check, share, record_property):
+    """Calls check(case) for the cases of a run; `share` of the usual number where a case takes longer."""
+    count = 0
+
+    @settings(
+        max_examples=max(1, int(share * (EXAMPLES or 2000))),
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+    @given(strategy)
+    def each(drawn):
+        nonlocal count
+        count += 1
+        check(drawn)
+
+    try:
+        each()
+    finally:
+        record_property("fuzz_cases", count)
+        record_property("fuzz_device", DEVICE)
+    assert count
+
+
+@pytest.mark.parametrize("dtype", [fp16, bf16, fp32, fp64], ids=str)
+def test_fuzz_values(dtype, record_property):
+    fuzz(fuzzed(dtype=dtype), check_case, 0.5, record_property)
+
+
+def test_fuzz_values_with_inf_nan_and_extremes(record_property):
+    fuzz(fuzzed(special=True), check_case, 1, record_property)
