@@ -45,7 +45,7 @@ from test_correctness import (
 )
 
 pytest.importorskip("hypothesis", reason="needs the package hypothesis")
-from hypothesis import HealthCheck, given, settings, target  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
@@ -174,7 +174,8 @@ def memories(draw, dims, may_expand):
 
 
 @st.composite
-def fuzzed(draw, special=False, **fixed):
+def fuzzed(draw, special=False, sigmas=(1.0, 1.0, 1e-4, 300.0, 1e-20, 1e-30, 0.0), grad_scales=(1.0, 1.0, 1e-4, 1e3, 1e-30),
+           **fixed):  # fmt: skip
     case = draw(cases(**fixed))
     dims = {"x": len(case.shape), "grad_output": len(case.shape)}
     dims |= {name: len(case.normalized_shape) for name in ("weight", "bias")}
@@ -185,8 +186,8 @@ def fuzzed(draw, special=False, **fixed):
         case,
         seed=draw(st.integers(0, 1 << 32)),
         mean=draw(st.sampled_from([0.0, 0.3, -5.0, 1e3, 1e4, -1e6])),
-        sigma=draw(st.sampled_from([1.0, 1.0, 1e-4, 300.0, 1e-20, 1e-30, 0.0])),
-        grad_scale=draw(st.sampled_from([1.0, 1.0, 1e-4, 1e3, 1e-30])),
+        sigma=draw(st.sampled_from(sigmas)),
+        grad_scale=draw(st.sampled_from(grad_scales)),
         special=tuple(draw(st.lists(positions, min_size=1, max_size=4))) if special else (),
         memory={name: draw(memories(n, name in ("x", "grad_output"))) for name, n in dims.items()},
         wants=tuple(name for name in present if draw(st.booleans())) or (draw(st.sampled_from(present)),),
@@ -296,12 +297,84 @@ def equal_bits(a, b):
     )
 
 
-def fuzz(strategy, check, share, record_property):
-    """Calls check(case) for the cases of a run; `share` of the usual number where a case takes longer."""
+def second_order(norm, case, inputs, wants, directions):
+    """Gradients, towards `wants` and grad_output, of the first gradients times the directions; 0 where torch says None."""
+    tensors = {name: getattr(inputs, name).detach().requires_grad_(name in wants) for name in inputs.present()}
+    leaves = [tensors[name] for name in wants]
+    dy = inputs.grad_output.detach().requires_grad_()
+    y = norm(case, tensors["x"], tensors.get("weight"), tensors.get("bias"))
+    first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+    directions = [direction.to(gradient.dtype) for direction, gradient in zip(directions, first, strict=True)]
+    leaves = [*leaves, dy]
+    found = torch.autograd.grad(first, leaves, directions, allow_unused=True)
+    return [torch.zeros_like(leaf) if f is None else f for leaf, f in zip(leaves, found, strict=True)]
+
+
+def check_second_order(drawn):
+    """Second-order gradients. The limit, for a whole tensor: one unit of the result's dtype; `few` units of the
+    accumulation type times the size of the result and of the terms that it is made of, which may cancel; and the larger
+    of twice torch's own error (in the accumulation type) and `few` times what the truth moves by when every input does
+    by one unit of that type: the formulas of second derivatives are long, and are not written once more here."""
+    case, inputs = drawn.case, drawn.inputs(DEVICE)
+    if not (case.rows and bool(promised_rows(case, inputs).all())):
+        return
+    generator = torch.Generator().manual_seed(drawn.seed)
+
+    def noise(like):
+        return torch.randn(like.shape, dtype=fp64, generator=generator).to(like.device)
+
+    directions = [noise(getattr(inputs, name)).to(getattr(inputs, name).dtype) for name in drawn.wants]
+    with through(drawn.route):
+        ours = second_order(fused, case, inputs, drawn.wants, directions)
+    kept = reference_dtype(case)
+    wide, narrow = (
+        Inputs(*(None if t is None else t.to(dtype) for t in vars(inputs).values())) for dtype in (fp64, kept)
+    )
+    unit, tiny = torch.finfo(kept).eps, torch.finfo(kept).tiny
+    truth = second_order(in_plain_operations, case, wide, drawn.wants, directions)
+    if narrow.weight is None:  # torch.layer_norm with a bias alone raises an error in double backward
+        narrow.weight = torch.ones(case.normalized_shape, dtype=kept, device=DEVICE)
+    torchs = second_order(with_torch, case, narrow, drawn.wants, directions)
+    moved = [torch.zeros((), dtype=fp64, device=DEVICE) for _ in truth]
+    for _ in range(3):
+        nudged = Inputs(*(None if t is None else t * (1 + unit * noise(t).sign()) for t in vars(wide).values()))
+        for i, value in enumerate(second_order(in_plain_operations, case, nudged, drawn.wants, directions)):
+            moved[i] = torch.maximum(moved[i], (value - truth[i]).abs().max())
+    few = 4 + case.hidden_size.bit_length() / 2
+    x = rows_of(wide.x, case)
+    rstd = ((x.var(1, correction=0) if case.op == "layer_norm" else x.square().mean(1)) + case.eps).rsqrt().max()
+    w = 1.0 if wide.weight is None else (wide.weight + case.weight_offset).abs().max()
+    dy, over_rows = wide.grad_output.abs().max(), math.sqrt(case.rows)
+    v = dict.fromkeys(("x", "weight", "bias"), 0.0)
+    v |= {name: direction.abs().max().double() for name, direction in zip(drawn.wants, directions, strict=True)}
+    terms = {
+        "x": rstd * dy * (rstd * w * v["x"] + v["weight"]),
+        "weight": over_rows * rstd * dy * v["x"],
+        "bias": 0.0,
+        "grad_output": rstd * w * v["x"] + v["weight"] + v["bias"],
+    }
+    for name, result, value, other, move in zip((*drawn.wants, "grad_output"), ours, truth, torchs, moved, strict=True):
+        info = torch.finfo(result.dtype)
+        limit = info.eps * (value.abs() + info.tiny) + tiny + few * unit * (terms[name] + value.abs().max())
+        limit += torch.maximum(2 * (other.double() - value).abs().max(), few * move)
+        good = (result.double() - value).abs() <= limit
+        good |= (value.abs() + limit >= info.max) & (result.double() == value.sign() * math.inf)
+        assert good.all(), (
+            f"second order, {name}: off by {(result.double() - value).abs().max():.3g}, largest {value.abs().max():.3g}, "
+            f"limit {limit.min():.3g}, torch off by {(other.double() - value).abs().max():.3g}"
+        )
+
+
+def second_orders(**fixed):
+    return fuzzed(sigmas=(1.0, 1e-4, 300.0), grad_scales=(1.0, 1e-4), **fixed)
+
+
+def fuzz(strategy, check, record_property, usual):
+    """Calls check(case) for the cases of a run, `usual` many of them in CI."""
     count = 0
 
     @settings(
-        max_examples=max(1, int(share * (EXAMPLES or 2000))),
+        max_examples=EXAMPLES or usual,
         derandomize=not EXAMPLES,
         database=None,
         deadline=None,
@@ -324,8 +397,75 @@ def fuzz(strategy, check, share, record_property):
 
 @pytest.mark.parametrize("dtype", [fp16, bf16, fp32, fp64], ids=str)
 def test_fuzz_values(dtype, record_property):
-    fuzz(fuzzed(dtype=dtype), check_case, 0.5, record_property)
+    fuzz(fuzzed(dtype=dtype), check_case, record_property, usual=250)
 
 
 def test_fuzz_values_with_inf_nan_and_extremes(record_property):
-    fuzz(fuzzed(special=True), check_case, 1, record_property)
+    fuzz(fuzzed(special=True), check_case, record_property, usual=500)
+
+
+def test_fuzz_second_order(record_property):
+    fuzz(second_orders(), check_second_order, record_property, usual=150)
+
+
+# ---- the fuzzing itself --------------------------------------------------------------------------------------------
+
+
+class OffInBackward(torch.autograd.Function):
+    """The identity, but one element of its gradient, the last, is off."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        wrong = grad_output.clone()
+        wrong.view(-1)[-1:] *= 1.05
+        return wrong
+
+
+def eps_outside_the_root(case, x, weight, bias):
+    return fused(replace(case, eps=case.eps * case.eps), x, weight, bias)
+
+
+def last_element_off(case, x, weight, bias):
+    y = fused(case, x, weight, bias)
+    return torch.cat([y.reshape(-1)[:-1], y.reshape(-1)[-1:] * 1.02]).view(y.shape)
+
+
+def last_row_is_the_first(case, x, weight, bias):
+    y = fused(case, x, weight, bias)
+    return torch.cat([y[:-1], y[:1]]) if y.dim() > case.normalized_ndim else y
+
+
+WRONG = {
+    "eps outside the root": eps_outside_the_root,
+    "the last element is off": last_element_off,
+    "a row is another's": last_row_is_the_first,
+    "the offset is forgotten": lambda case, *tensors: fused(replace(case, weight_offset=0.0), *tensors),
+    "NaN becomes 0": lambda case, *tensors: fused(case, *tensors).nan_to_num(nan=0.0),
+    "one gradient of x is off": lambda case, x, w, b: fused(case, OffInBackward.apply(x), w, b),
+    "one gradient of the weight is off": lambda case, x, w, b: fused(case, x, w if w is None else OffInBackward.apply(w), b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_fuzzing_finds(name, monkeypatch):
+    """The fuzzing itself: a norm that is wrong is found."""
+    right, wrong = fused, WRONG[name]
+
+    def tampered(*arguments):
+        with monkeypatch.context() as inner:
+            inner.setitem(globals(), "fused", right)
+            return wrong(*arguments)
+
+    monkeypatch.setitem(globals(), "fused", tampered)
+
+    @settings(max_examples=200, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(fuzzed(special=name.startswith("NaN")))
+    def each(drawn):
+        check_case(drawn)
+
+    with pytest.raises(AssertionError):
+        each()
