@@ -173,9 +173,12 @@ def memories(draw, dims, may_expand):
     )
 
 
+SIGMAS = (1.0, 1.0, 1e-4, 300.0, 1e-20, 1e-30, 0.0)
+GRAD_SCALES = (1.0, 1.0, 1e-4, 1e3, 1e-30)
+
+
 @st.composite
-def fuzzed(draw, special=False, sigmas=(1.0, 1.0, 1e-4, 300.0, 1e-20, 1e-30, 0.0), grad_scales=(1.0, 1.0, 1e-4, 1e3, 1e-30),
-           **fixed):  # fmt: skip
+def fuzzed(draw, special=False, sigmas=SIGMAS, grad_scales=GRAD_SCALES, **fixed):
     case = draw(cases(**fixed))
     dims = {"x": len(case.shape), "grad_output": len(case.shape)}
     dims |= {name: len(case.normalized_shape) for name in ("weight", "bias")}
@@ -298,7 +301,7 @@ def equal_bits(a, b):
 
 
 def second_order(norm, case, inputs, wants, directions):
-    """Gradients, towards `wants` and grad_output, of the first gradients times the directions; 0 where torch says None."""
+    """Gradients of the first gradients times the directions, for `wants` and grad_output; 0 where torch says None."""
     tensors = {name: getattr(inputs, name).detach().requires_grad_(name in wants) for name in inputs.present()}
     leaves = [tensors[name] for name in wants]
     dy = inputs.grad_output.detach().requires_grad_()
@@ -360,8 +363,8 @@ def check_second_order(drawn):
         good = (result.double() - value).abs() <= limit
         good |= (value.abs() + limit >= info.max) & (result.double() == value.sign() * math.inf)
         assert good.all(), (
-            f"second order, {name}: off by {(result.double() - value).abs().max():.3g}, largest {value.abs().max():.3g}, "
-            f"limit {limit.min():.3g}, torch off by {(other.double() - value).abs().max():.3g}"
+            f"second order, {name}: off by {(result.double() - value).abs().max():.3g}, largest "
+            f"{value.abs().max():.3g}, limit {limit.min():.3g}, torch off by {(other.double() - value).abs().max():.3g}"
         )
 
 
@@ -446,7 +449,9 @@ WRONG = {
     "the offset is forgotten": lambda case, *tensors: fused(replace(case, weight_offset=0.0), *tensors),
     "NaN becomes 0": lambda case, *tensors: fused(case, *tensors).nan_to_num(nan=0.0),
     "one gradient of x is off": lambda case, x, w, b: fused(case, OffInBackward.apply(x), w, b),
-    "one gradient of the weight is off": lambda case, x, w, b: fused(case, x, w if w is None else OffInBackward.apply(w), b),
+    "one gradient of the weight is off": lambda case, x, w, b: fused(
+        case, x, None if w is None else OffInBackward.apply(w), b
+    ),
 }  # fmt: skip
 
 
