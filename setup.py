@@ -148,6 +148,13 @@ def compiler_flags() -> dict[str, list[str]]:
     }
 
 
+def without_folders(torch) -> list[str]:
+    """Flags that keep the folders of this machine out of the extension, so that a build in another folder is the same
+    file: error messages hold the names of source files."""
+    torch_home = Path(torch.__file__).resolve().parent.parent
+    return [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, torch_home)]
+
+
 def openmp_flags(cxx: str) -> tuple[list[str], list[str]]:
     """(compile, link) flags without which at::parallel_for runs on one thread."""
     if not sys.platform.startswith("linux"):
@@ -183,6 +190,7 @@ def make_extension(torch) -> tuple[object, dict]:
     flags = compiler_flags()
     openmp_compile, openmp_link = openmp_flags(cxx)
     flags["cxx"] += openmp_compile
+    cxx_flags = flags["cxx"] + without_folders(torch)  # which the record of the build leaves out, for the same reason
     settings = {
         "sources": relative("csrc/*.cpp"),
         "include_dirs": [str(ROOT / "csrc")],
@@ -194,10 +202,12 @@ def make_extension(torch) -> tuple[object, dict]:
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(cuda["home"])
         settings["sources"] += relative("csrc/*.cu")
         settings["define_macros"] = [("FUSED_LAYERNORM_WITH_CUDA", "1")]
-        extension = cpp_extension.CUDAExtension("fused_layernorm_cuda", extra_compile_args=flags, **settings)
+        extension = cpp_extension.CUDAExtension(
+            "fused_layernorm_cuda", extra_compile_args={**flags, "cxx": cxx_flags}, **settings
+        )
         link_runtime_by_version(extension, torch.version.cuda)
     else:
-        extension = cpp_extension.CppExtension("fused_layernorm_cpu", extra_compile_args=flags["cxx"], **settings)
+        extension = cpp_extension.CppExtension("fused_layernorm_cpu", extra_compile_args=cxx_flags, **settings)
 
     record = {
         "extension": extension.name,

@@ -50,6 +50,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
 EXAMPLES = int(os.environ.get("FUZZ", "0"))
+PART = float(os.environ.get("FUZZ_PART", "1"))  # of the usual number: where each case takes much longer
 MOST_ELEMENTS = 1 << (13 if DEVICE == "cpu" else 21)  # of x: many small cases find more than a few large ones
 
 pytestmark = [
@@ -377,7 +378,7 @@ def fuzz(strategy, check, record_property, usual):
     count = 0
 
     @settings(
-        max_examples=EXAMPLES or usual,
+        max_examples=EXAMPLES or max(1, int(usual * PART)),
         derandomize=not EXAMPLES,
         database=None,
         deadline=None,
