@@ -419,8 +419,8 @@ def expected(case, inputs):
       2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
          parameters.
     Where |mean| >> sigma, rounding the mean shifts all of x_hat by up to |mean| * rstd units. The method is compensated
-    for that in fp32, which leaves that much of a mean's second-order error, `few` units of a unit; other dtypes are
-    granted the whole (16-bit results hide it, fp64 has digits to spare).
+    for that in fp32, which leaves `few` units of those units; other dtypes are granted the whole (16-bit results hide
+    it, fp64 has digits to spare). Rounding the sum of x - mean shifts x_hat by mean|x_hat| units, in any dtype.
     """
     # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
     unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
@@ -443,6 +443,8 @@ def expected(case, inputs):
     few = 4 + case.hidden_size.bit_length() / 2
     few_of_row = few + tiny * rstd.square()
     shift = mean.abs() * rstd * (few * unit if case.dtype == fp32 else 1)
+    if case.op == "layer_norm":
+        shift = shift + x_hat.abs().mean(1, keepdim=True)
     wdy = (w * dy).abs() + tiny
     mean_wdy, mean_x_hat_wdy = wdy.mean(1, keepdim=True), (x_hat * wdy).abs().mean(1, keepdim=True)
 
