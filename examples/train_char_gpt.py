@@ -78,7 +78,7 @@ class Run:
     def __init__(self, model: nn.Module, dtype: str, lr: float):
         self.model, self.dtype = model, dtype
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        self.scaler = torch.amp.GradScaler(enabled=dtype == "fp16")
+        self.scaler = torch.amp.GradScaler(next(model.parameters()).device.type, enabled=dtype == "fp16")
         self.losses, self.times = [], []
 
     def step(self, tokens: torch.Tensor) -> None:

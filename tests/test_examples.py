@@ -1,5 +1,6 @@
 """The examples run, on each device there is, and their own checks pass."""
 
+import json
 import os
 import re
 import subprocess
@@ -51,3 +52,14 @@ def test_train_char_gpt(options, device):
     losses = [float(loss) for loss in re.findall(r"fused (\d+\.\d+)$", output, re.MULTILINE)]
     assert losses[-1] < 0.8 * losses[0], "the model did not learn"
     assert "the loss curves agree" in output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_train_long(dtype, device, tmp_path):
+    output = run_example(
+        "train_long.py", "--device", device, "--dtype", dtype, "--seeds", "0,1", "--out", str(tmp_path)
+    )
+    assert "the runs agree" in output and "all finite: True" in output
+    record = json.loads((tmp_path / f"long_training_layer_{dtype}.json").read_text())["long_training"]
+    assert record["agree"] and len(record["mean_loss_of_the_last_tenth"]["fused"]) == 2
