@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The records behind docs/reliability.md, in one call on a machine with a GPU, torch, pytest, hypothesis and
-# compute-sanitizer; PARTS="tests sanitizer training" chooses some of them, as all together take long: builds for its card, fuzzes (FUZZ: cases a test, by default 4000), runs tests/test_reliability.py,
-# then the sanitizers, trains for 10,000 steps
-# (STEPS), and leaves tests_*.json, sanitizer_*.json and long_training_*.json in the folder given (default: benchmarks/output).
+# compute-sanitizer: builds for its card, fuzzes (FUZZ: cases a test, by default 4000) and runs tests/test_reliability.py,
+# runs the sanitizers, and trains for 10,000 steps (STEPS). Leaves tests_*.json, sanitizer_*.json and long_training_*.json
+# in the folder given (default: benchmarks/output). PARTS="tests sanitizer training" chooses: together they take long.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
