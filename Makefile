@@ -1,4 +1,6 @@
 # make test, make bench: set up everything in a virtual environment (first time: minutes), then run.
+# make fuzz: thousands of new random cases a test (FUZZ=n: so many; FUZZ_DEVICE=cuda: on the GPU).
+# make audit: known vulnerabilities and licences of what is installed in the environment.
 # make test-models: the same for replace_norms on models of other packages, which it installs.
 #   PYTHON=python3.12   the Python that the environment is made with
 #   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
@@ -22,7 +24,8 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl examp
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models bench build test-here test-models-here bench-here record new-op lint format clean distclean
+.PHONY: test test-models fuzz audit tidy bench build test-here test-models-here bench-here record new-op lint format \
+  clean distclean
 
 test: $(BUILT)
 	$(BIN)/python -m pytest --ignore=tests/test_models.py $(ARGS)
@@ -33,6 +36,14 @@ test-models: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation --constraint $(VENV)/torch.txt \
 	  -e ".[test,models$$vision]"
 	$(BIN)/python -m pytest $(MODEL_TESTS) $(ARGS)
+
+fuzz: $(BUILT)
+	FUZZ=$(or $(FUZZ),5000) $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
+
+audit: $(BUILT)
+	$(BIN)/python -m pip install pip-audit pip-licenses
+	$(BIN)/pip-audit --skip-editable
+	$(BIN)/pip-licenses --order=license
 
 bench: $(BUILT)
 	$(BIN)/python test_benchmark.py $(ARGS)
@@ -71,13 +82,23 @@ $(BUILT): $(BIN)/python $(BUILD_INPUTS)
 
 # The versions of the formatters stand in .pre-commit-config.yaml.
 $(TOOLS): .pre-commit-config.yaml | $(BIN)/python
-	$(BIN)/python -m pip install $$(grep -oE '(ruff|clang-format)==[0-9.]+' .pre-commit-config.yaml | sort -u)
+	$(BIN)/python -m pip install $$(grep -oE '(ruff|clang-format|clang-tidy|mypy)==[0-9.]+' .pre-commit-config.yaml | sort -u)
 	touch $@
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+# Warnings of the compiler and of clang-tidy (.clang-tidy) in the bindings and the CPU kernels; needs a torch.
+TORCH_HEADERS = $(shell $(BIN)/python -c "import sysconfig, torch.utils.cpp_extension as e; \
+  print(*('-isystem ' + path for path in [*e.include_paths(), sysconfig.get_path('include')]))")
+tidy: $(BUILT) $(TOOLS)
+	for file in csrc/*.cpp; do \
+	  $(CXX) -fsyntax-only -std=c++20 -fopenmp -Wall -Wextra -Werror -DTORCH_EXTENSION_NAME=x -Icsrc $(TORCH_HEADERS) $$file && \
+	  $(BIN)/clang-tidy --quiet --warnings-as-errors='*' $$file -- -std=c++20 -DTORCH_EXTENSION_NAME=x -Icsrc $(TORCH_HEADERS) \
+	    || exit 1; done
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

@@ -74,6 +74,13 @@ def import_torch():
 # ---- what to build ---------------------------------------------------------------------------------------------------
 
 
+def without_folders(torch) -> list[str]:
+    """Flags that keep the folders of this machine out of the extension, so that a build in another folder is the same
+    file: error messages hold the names of source files."""
+    torch_home = Path(torch.__file__).resolve().parent.parent
+    return [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, torch_home)]
+
+
 def make_extension(torch) -> tuple[object, dict]:
     """(extension, its build record); raises CannotBuild."""
     recipe = toolchain.recipe(torch, ROOT / "csrc")
@@ -83,6 +90,8 @@ def make_extension(torch) -> tuple[object, dict]:
         shout("fused_layernorm: building the CPU kernels only.", recipe["no_cuda"])
     from torch.utils import cpp_extension
 
+    # The record of the build leaves the folders out, for the same reason.
+    flags = recipe["flags"] | {"cxx": recipe["flags"]["cxx"] + without_folders(torch)}
     settings = {
         "sources": [path.relative_to(ROOT).as_posix() for path in recipe["sources"]],
         "include_dirs": [str(ROOT / "csrc")],
@@ -92,10 +101,10 @@ def make_extension(torch) -> tuple[object, dict]:
     }
     if recipe["cuda"]:
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
-        extension = cpp_extension.CUDAExtension(recipe["name"], extra_compile_args=recipe["flags"], **settings)
+        extension = cpp_extension.CUDAExtension(recipe["name"], extra_compile_args=flags, **settings)
         link_runtime_by_version(extension, torch.version.cuda)
     else:
-        extension = cpp_extension.CppExtension(recipe["name"], extra_compile_args=recipe["flags"]["cxx"], **settings)
+        extension = cpp_extension.CppExtension(recipe["name"], extra_compile_args=flags["cxx"], **settings)
     return extension, recipe["record"] | {"csrc_hash": source_hash(ROOT / "csrc")}
 
 

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -463,3 +465,62 @@ def test_fresh_extension_is_not_compiled_anew(fake, monkeypatch):
     name = NAMES[torch.version.cuda is None]
     fake(name, {**record(name), "csrc_hash": source_hash()})
     assert _ops._load("auto", strict=True, compile_missing=True).extension.__name__ == name
+
+
+# ---- what is shipped -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of what is under version control, or is new here: no build of this folder is in it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("needs a git checkout")
+    for name in ("one", "two"):
+        for file in filter(lambda file: (ROOT / file).is_file(), listed.stdout.splitlines()):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tmp_path / name / file)
+    return tmp_path
+
+
+def setup_in(folder: Path, *arguments: str) -> None:
+    # A compiler that is not there: a wheel of Python files, in seconds.
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000", "CXX": "/nowhere", "PATH": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_wheel_without_extension_is_reproducible_and_complete(sources):
+    wheels = []
+    for name in ("one", "two"):
+        setup_in(sources / name, "bdist_wheel", "--dist-dir", str(sources / f"dist-{name}"))
+        wheels += (sources / f"dist-{name}").glob("*.whl")
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    shipped = {name for name in zipfile.ZipFile(wheels[0]).namelist() if ".dist-info/" not in name}
+    wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_layernorm").rglob("*.py")}
+    assert shipped == wanted - {"fused_layernorm/_build_info.py"} | {
+        "fused_layernorm/_build_info.py", "fused_layernorm/py.typed",
+    }  # fmt: skip
+
+
+def test_sdist_holds_what_a_build_and_the_tests_need(sources):
+    setup_in(sources / "one", "sdist", "--dist-dir", str(sources / "dist"))
+    (path,) = (sources / "dist").iterdir()
+    names = {name.split("/", 1)[1] for name in tarfile.open(path).getnames() if "/" in name}
+    needed = [*ROOT.glob("csrc/*"), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
+    needed += [ROOT / name for name in ("setup.py", "pyproject.toml", "LICENSE", "SECURITY.md", "test_correctness.py")]
+    needed += [ROOT / "fused_layernorm" / "py.typed", ROOT / "conftest.py"]
+    assert {path.relative_to(ROOT).as_posix() for path in needed} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or "_build_info" in name]
+
+
+@pytest.mark.skipif(_ops.extension is None, reason="no extension here")
+def test_extension_names_no_folder_of_the_machine_that_built_it():
+    if _ops.build_info is None or _ops.build_info["debug"]:
+        pytest.skip("of a build for debugging, or one without a record")
+    content = Path(_ops.extension.__file__).read_bytes()
+    assert str(ROOT / "csrc").encode() not in content
