@@ -502,9 +502,8 @@ def test_wheel_without_extension_is_reproducible_and_complete(sources):
     assert wheels[0].read_bytes() == wheels[1].read_bytes()
     shipped = {name for name in zipfile.ZipFile(wheels[0]).namelist() if ".dist-info/" not in name}
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_layernorm").rglob("*.py")}
-    assert shipped == wanted - {"fused_layernorm/_build_info.py"} | {
-        "fused_layernorm/_build_info.py", "fused_layernorm/py.typed",
-    }  # fmt: skip
+    wanted |= {f"fused_layernorm/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}  # for build()
+    assert shipped == wanted | {"fused_layernorm/_build_info.py", "fused_layernorm/py.typed"}
 
 
 def test_sdist_holds_what_a_build_and_the_tests_need(sources):
