@@ -16,17 +16,16 @@ import fused_layernorm
 from fused_layernorm import FusedLayerNorm, ProfileReport, ReplaceReport, profile, replace_norms
 from fused_layernorm.__main__ import call_target
 from fused_layernorm.replace import NormEntry
+from test_correctness import one_thread
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def on_one_thread():
     """Threads that wait for a busy core would be most of the time of models so small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 class Net(nn.Module):
