@@ -6,6 +6,7 @@
 #   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
 #   VENV=path           the environment
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
+#   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
 # make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
@@ -15,6 +16,12 @@ VENV ?= .venv
 ARGS ?=
 # Without a card: a version whose CPU build pip can find on an index that has one; with a card: the newest.
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+
+# With a card: one, as tests measure its memory, and some fill it.
+WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
+# worksteal: tests of one file stay in one process for the most part, and share its fixtures.
+PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
+  $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal)
 
 BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
@@ -28,17 +35,17 @@ MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.
   clean distclean
 
 test: $(BUILT)
-	$(BIN)/python -m pytest --ignore=tests/test_models.py $(ARGS)
+	$(PYTEST) --ignore=tests/test_models.py $(ARGS)
 
 test-models: $(BUILT)
 	$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $(VENV)/torch.txt
 	vision=$$($(BIN)/python -c "import torch; print(',vision' if torch.version.cuda else '')") && \
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation --constraint $(VENV)/torch.txt \
 	  -e ".[test,models$$vision]"
-	$(BIN)/python -m pytest $(MODEL_TESTS) $(ARGS)
+	$(PYTEST) $(MODEL_TESTS) $(ARGS)
 
 fuzz: $(BUILT)
-	FUZZ=$(or $(FUZZ),5000) $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
+	FUZZ=$(or $(FUZZ),5000) $(PYTEST) -q tests/test_fuzz.py $(ARGS)
 
 audit: $(BUILT)
 	$(BIN)/python -m pip install pip-audit pip-licenses

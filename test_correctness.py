@@ -422,14 +422,14 @@ def expected(case, inputs):
            grad_input   rstd * (|wdy| + |x_hat| * mean|x_hat * wdy| + mean|wdy|)
            grad_weight  sqrt(rows) * rms over the rows of (grad_output * x_hat), + |the sum|; grad_bias likewise.
                         sqrt(rows), because the roundings of different rows are independent of each other
-         where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep; numbers below
-         the smallest normal one, tiny, count as that large, as they are rounded like it; squares below it are, too,
-         which adds tiny / (var + eps) to few;
+         where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
       2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
          parameters.
-    Where |mean| >> sigma, rounding the mean shifts all of x_hat by up to |mean| * rstd units. The method is compensated
-    for that in fp32, which leaves `few` units of those units; other dtypes are granted the whole (16-bit results hide
-    it, fp64 has digits to spare). Rounding the sum of x - mean shifts x_hat by mean|x_hat| units, in any dtype.
+    Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts as
+    that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
+    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: mean|x_hat| units. Rounding the
+    mean itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted
+    the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean has no limit.
     """
     # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
     unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
@@ -465,7 +465,7 @@ def expected(case, inputs):
         "y": few_of_row * ((x_hat * w).abs() + b + tiny) + shift * w.abs(),
         "x": rstd * (few_of_row * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
                      + shift * (x_hat.abs() * mean_wdy + mean_x_hat_wdy)),
-        "weight": over_rows(few_of_row * (dy * (x_hat.abs() + shift)).abs().clamp_min(tiny)),
+        "weight": over_rows((dy * (few_of_row * x_hat.abs() + shift)).abs().clamp_min(few * tiny)),
         "bias": few * over_rows(dy.abs().clamp_min(tiny)),
     }  # fmt: skip
     dtypes = {"y": case.y_dtype, "x": case.dtype}
