@@ -425,11 +425,12 @@ def expected(case, inputs):
          where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
       2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
          parameters.
-    Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts as
-    that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
-    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: mean|x_hat| units. Rounding the
-    mean itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted
-    the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean has no limit.
+    Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts
+    as that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
+    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: mean|x_hat| units. Rounding
+    the mean itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are
+    granted the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean
+    would be held to fewer digits than its row has.
     """
     # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
     unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
