@@ -2,8 +2,9 @@
 
 Runs memcheck, racecheck, initcheck and synccheck, each over the same calls in a process of its own (`--calls`), and
 writes sanitizer_*.json into FOLDER (default: benchmarks/output). The lengths of rows are read from csrc/launch_plan.h:
-what a plan holds, one less (ragged), and so, for each dtype, forward and backward, few rows and many. Exit status 1: a
-tool reported something, did not run, or a call failed.
+what a plan holds, one less (ragged), and so, for each dtype, forward and backward, few rows and many. A first process
+(`--kernels`) holds the kernels that these calls launch against those in the extension. Exit status 1: a tool reported
+something, did not run, a call failed, or a kernel was not reached.
 """
 
 import argparse
@@ -61,6 +62,30 @@ def calls():
     print(f"calls: {count}")
 
 
+def kernels():
+    """Prints which kernels of the extension calls() launches on this card, and which it does not."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from fused_layernorm import _ops
+
+    def output(*command):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    entries = re.findall(r"STO_ENTRY\s+(\S+)", output("cuobjdump", "-symbols", _ops.extension.__file__))
+    compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        calls()
+    launched = {event.name.replace(" ", "") for event in profiled.events()}  # demanglers differ in blanks
+    missed = sorted(name for name in compiled if name.replace(" ", "") not in launched)
+    print("kernels:", json.dumps({"compiled": len(compiled), "missed": missed}))
+
+
+def run_kernels():
+    done = subprocess.run([sys.executable, __file__, "--kernels"], capture_output=True, text=True)
+    found = re.search(r"^kernels: (.*)", done.stdout, re.MULTILINE)
+    return json.loads(found[1]) if found else {"compiled": None, "missed": [done.stderr[-2000:]]}
+
+
 def run_tool(tool, folder):
     log = folder / f"sanitizer_{tool}.log"
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
@@ -92,21 +117,24 @@ def main():
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "benchmarks" / "output")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
+    parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
     args = parser.parse_args()
-    if args.calls:
-        return calls()
+    if args.calls or args.kernels:
+        return kernels() if args.kernels else calls()
     if not shutil.which("compute-sanitizer"):
         raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     from test_benchmark import environment
 
     args.folder.mkdir(parents=True, exist_ok=True)
+    reached = run_kernels()
     results = [run_tool(tool, args.folder) for tool in args.tools.split(",")]
     path = args.folder / f"sanitizer_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
-    path.write_text(json.dumps({"meta": environment(), "sanitizer": results}, indent=1) + "\n")
+    path.write_text(json.dumps({"meta": environment(), "kernels": reached, "sanitizer": results}, indent=1) + "\n")
     for result in results:
         print(f"{result['tool']}: {result['summary']}, {result['calls']} calls, {result['seconds']} s")
+    print(f"kernels: {reached['compiled']}, not reached: {len(reached['missed'])}", *reached["missed"], sep="\n  ")
     print(f"wrote {path}")
-    raise SystemExit(0 if all(result["clean"] for result in results) else 1)
+    raise SystemExit(0 if all(result["clean"] for result in results) and not reached["missed"] else 1)
 
 
 if __name__ == "__main__":
