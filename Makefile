@@ -89,7 +89,8 @@ $(BUILT): $(BIN)/python $(BUILD_INPUTS)
 
 # The versions of the formatters stand in .pre-commit-config.yaml.
 $(TOOLS): .pre-commit-config.yaml | $(BIN)/python
-	$(BIN)/python -m pip install $$(grep -oE '(ruff|clang-format|clang-tidy|mypy)==[0-9.]+' .pre-commit-config.yaml | sort -u)
+	$(BIN)/python -m pip install \
+	  $$(grep -oE '(ruff|clang-format|clang-tidy|mypy)==[0-9.]+' .pre-commit-config.yaml | sort -u)
 	touch $@
 
 lint: $(TOOLS)
@@ -99,13 +100,13 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 
 # Warnings of the compiler and of clang-tidy (.clang-tidy) in the bindings and the CPU kernels; needs a torch.
-TORCH_HEADERS = $(shell $(BIN)/python -c "import sysconfig, torch.utils.cpp_extension as e; \
+TIDY_FLAGS = -std=c++20 -DTORCH_EXTENSION_NAME=x -Icsrc $(shell $(BIN)/python -c "import sysconfig; \
+  import torch.utils.cpp_extension as e; \
   print(*('-isystem ' + path for path in [*e.include_paths(), sysconfig.get_path('include')]))")
 tidy: $(BUILT) $(TOOLS)
-	for file in csrc/*.cpp; do \
-	  $(CXX) -fsyntax-only -std=c++20 -fopenmp -Wall -Wextra -Werror -DTORCH_EXTENSION_NAME=x -Icsrc $(TORCH_HEADERS) $$file && \
-	  $(BIN)/clang-tidy --quiet --warnings-as-errors='*' $$file -- -std=c++20 -DTORCH_EXTENSION_NAME=x -Icsrc $(TORCH_HEADERS) \
-	    || exit 1; done
+	set -e; flags="$(TIDY_FLAGS)"; for file in csrc/*.cpp; do \
+	  $(CXX) -fsyntax-only -fopenmp -Wall -Wextra -Werror $$flags $$file; \
+	  $(BIN)/clang-tidy --quiet --warnings-as-errors='*' $$file -- $$flags; done
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .
