@@ -41,7 +41,7 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 // decided.
 template <typename scalar_t>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>,
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>,
                       RowPlan<32, 4, 8>, RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>,
                       RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>,
                       RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
@@ -93,10 +93,11 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 constexpr int dtype_bytes(DType t) { return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2; }
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype) {
-  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
-  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6)                                         ? 512
-                      : whole && (Plan::kVecs > 4 || x_dtype != DType::kBFloat16 || weight_dtype != x_dtype) ? 768
-                                                                                                             : 1024;
+  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_bf16 = x_dtype == DType::kBFloat16;
+  const bool is_fp16 = x_dtype == DType::kFloat16;
+  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6) || (is_fp16 && Plan::kVecs > 20) ? 512
+                      : whole ? (Plan::kVecs > 4 || !is_bf16 || weight_dtype != x_dtype ? 768 : 1024)
+                              : (is_fp16 && Plan::kVecs >= 16 ? 768 : 1024);
   return threads / kForwardThreads<Plan>;
 }
 
@@ -181,7 +182,8 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 4, 8, 3, 1>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 3, 8, 4, 1>,
+                      BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>, BackwardPlan<64, 4, 8, 3, 1, 2>,
                       BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>, BackwardPlan<256, 4, 8, 1, 1>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
 };
@@ -203,8 +205,8 @@ template <typename scalar_t>
 struct RaggedBackwardLadder {
   using type = Ladder<BackwardPlan<8, 4, 2, 28, 3>, BackwardPlan<32, 4, 2, 7, 3>, BackwardPlan<32, 8, 2, 7, 2>,
                       BackwardPlan<64, 8, 2, 6, 1>, BackwardPlan<64, 16, 2, 4, 1>, BackwardPlan<128, 16, 2, 2, 1>,
-                      BackwardPlan<64, 16, 2, 4, 1, 4>, BackwardPlan<256, 16, 2, 1, 1>,
-                      BackwardPlan<128, 16, 2, 2, 1, 16>, BackwardPlan<256, 16, 2, 1, 1, 16>>;
+                      BackwardPlan<128, 20, 2, 1, 2>, BackwardPlan<64, 20, 2, 4, 1, 4>,
+                      BackwardPlan<128, 20, 2, 1, 2, 16>, BackwardPlan<256, 16, 2, 1, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<float> {
@@ -235,8 +237,13 @@ constexpr int kFusedDepth = Plan::kOneBehind          ? 4
 constexpr int64_t kSplitMaxElements = 1 << 20;
 constexpr int64_t kSplitMaxRows = 1024;
 
+// Whether one block of this strategy can stand in for a cluster, so that few rows need none.
 template <typename Plan>
-constexpr int kSplitThreads = round_up_to(Plan::kThreads, 256);
+constexpr bool kSplitClusters = Plan::kClusters && Plan::kThreads * Plan::kMaxCluster <= 512;
+template <typename Plan>
+constexpr int kSplitRowThreads = Plan::kThreads * (kSplitClusters<Plan> ? Plan::kMaxCluster : 1);
+template <typename Plan>
+constexpr int kSplitThreads = round_up_to(kSplitRowThreads<Plan>, 256);
 
 // As for forward: 80 registers a thread, 128 where a thread holds more than two vectors of x and grad_output.
 template <typename Plan>
@@ -271,13 +278,17 @@ struct HugePlan {
   using Gradients = RowPlan<256, whole ? 1 : 2 / kFew, kVec>;
 };
 constexpr int kHugeBlocksPerSm = 3;
+constexpr int kHugeSumBlocksPerSm = 4;        // of the first kernels, which hold less
+constexpr int kHugeNormalizeBlocksPerSm = 2;  // holds a tile of x, weight and bias
 constexpr int kHugeGradientWaves = 4;  // of blocks of gradients, where rows are many enough
 constexpr int kHugeRowsAhead = 2;      // rows whose x and grad_output a thread loads at once
 constexpr int kHugeTable = 64;         // rows whose sums a block of gradients merges at once
 
-// Of a row, at most; a multiple of 32. Every block of a second kernel merges all slices of its rows, so what is read
-// for that grows with their square. Three blocks an SM of an H200 take one each.
-constexpr int kHugeSlices = 384;
+// Slices of a row: 256, and up to 512 where they would be longer than four tiles. Every block of a second kernel merges
+// all slices of its rows, so what is read for that grows with their square; an H200 has room for 528 blocks of sums.
+constexpr int64_t kHugeSlices = 256;
+constexpr int64_t kHugeMaxSlices = 512;
+constexpr int64_t kHugeTilesEach = 4;
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 

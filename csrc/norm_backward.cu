@@ -22,7 +22,7 @@ namespace {
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
   bool fused;
-  int cluster;         // fused: blocks that share a row
+  int cluster;         // fused: blocks that share a row; split: as many slices of a row, in one block
   int depth;           // fused: stages of the ring of rows in flight
   int blocks;          // fused: persistent blocks; split: blocks of columns in all
   int64_t row_blocks;  // split: blocks of rows
@@ -286,6 +286,21 @@ struct RowRing {
   }
 };
 
+// The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that are not there.
+template <int kSums, typename T>
+__device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
+  using Lanes = RowThreads<32, 1>;
+  constexpr int kLanes = kSums < 32 ? kSums : 32;
+  Pair<T> sum{0, 0};
+#pragma unroll
+  for (int index = 0; index < kSums; index += kLanes) {
+    const Pair<T> here = shared[index + threadIdx.x % kLanes];
+    sum.first += here.first;
+    sum.second += here.second;
+  }
+  return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
+}
+
 // The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
 // for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
 // can share row j only when all have shared row j - 2, and so have collected row j - 4.
@@ -341,20 +356,8 @@ struct SumExchange {
     const int slot = turn % kSlots;
     wait_barrier(ready + 8 * slot, turn / kSlots % 2);
     const Pair<T>* shared = sums + slot * kCluster * kWarps;
-    if constexpr (!Plan::kClusters) {
-      return sum_of_warps<kWarps>(shared);
-    } else {
-      constexpr int kSums = kCluster * kWarps;  // those of blocks that are not there are 0
-      constexpr int kLanes = kSums < 32 ? kSums : 32;
-      Pair<T> sum{0, 0};
-#pragma unroll
-      for (int index = 0; index < kSums; index += kLanes) {
-        const Pair<T> here = shared[index + threadIdx.x % kLanes];
-        sum.first += here.first;
-        sum.second += here.second;
-      }
-      return {Row::template lanes_sum<kLanes>(sum.first), Row::template lanes_sum<kLanes>(sum.second)};
-    }
+    if constexpr (Plan::kClusters) return sum_of_cluster<kCluster * kWarps>(shared);
+    return sum_of_warps<kWarps>(shared);
   }
 };
 
@@ -385,9 +388,9 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     __syncthreads();
   }
 
-  // Elements of the slice from this thread's first vector on; its others are kThreads vectors apart
-  const int elements_left = slice.elements - rank * kVec;
-  const auto elements_of = [&](int v) { return elements_left - v * kThreads * kVec; };
+  const Places<Plan, !kAligned> held(slice.elements, rank * kVec);
+  const auto elements_of = [&](int v) { return held.count(v); };
+  const auto column_of = [&](int v) { return (held.index(v) * kThreads + rank) * kVec; };
   acc_t grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
   if (threadIdx.x >= kThreads * kRows) {
     ring.ask_for_all(params, slice);
@@ -395,7 +398,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     acc_t weight[kVecs][kVec];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      load_weight<weight_t>(weight[v], params, slice.first_col + (v * kThreads + rank) * kVec, elements_of(v));
+      load_weight<weight_t>(weight[v], params, slice.first_col + column_of(v), elements_of(v));
 #pragma unroll
       for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
     }
@@ -407,38 +410,46 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 
     // Of whole vectors, where the slice has no v-th for this thread, the row's first with weight 0 takes its place: no
     // branch is needed and nothing but the row's own values can reach its sums.
-    const auto read = [&](unsigned at, int v) {
-      return ring.vec(at, kAligned && elements_of(v) <= 0 ? 0 : v * kThreads + rank, elements_of(v));
+    const auto read = [&](unsigned at, int v, auto whole) {
+      if constexpr (kAligned) return ring.vec(at, elements_of(v) <= 0 ? 0 : v * kThreads + rank, kVec);
+      return ring.vec(at, held.index(v) * kThreads + rank, whole ? kVec : elements_of(v));
+    };
+    const auto for_each = [&](auto&& f) {
+      if constexpr (kAligned) {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) f(v, std::true_type{});
+      } else {
+        held.for_each(f);
+      }
     };
     // Sums along the row, and this row's part of the sums along the columns
     const auto add_up = [&](const RowStats<scalar_t>& stats, auto x_vec, auto grad_vec) {
       Pair<acc_t> sums{0, 0};
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
+      for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec];
-        unpack(x_vec(v), x);
-        unpack(grad_vec(v), grad);
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
         add_to_row(sums, stats, x, grad, weight[v]);
         add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
-      }
+      });
       return sums;
     };
     const auto store = [&](const RowStats<scalar_t>& stats, Pair<acc_t> sums, auto x_vec, auto grad_vec) {
       const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
+      for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec], values[kVec];
-        unpack(x_vec(v), x);
-        unpack(grad_vec(v), grad);
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
         grad_input_of(values, stats, row_terms, x, grad, weight[v]);
         if constexpr (kAligned) {
           store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
         } else {
 #pragma unroll
           for (int i = 0; i < kVec; ++i)
-            if (i < elements_of(v)) grad_input[v * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
+            if (whole || i < elements_of(v))
+              grad_input[held.index(v) * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
         }
-      }
+      });
       grad_input += slice.row_step * params.hidden_size;
     };
 
@@ -450,18 +461,18 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
         const auto entry = ring.entry(params, ring.stage, row, group);
         const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-          x_raw[v] = read(entry.x, v);
-          grad_raw[v] = read(entry.grad, v);
-        }
+        for_each([&](int v, auto whole) {
+          x_raw[v] = read(entry.x, v, whole);
+          grad_raw[v] = read(entry.grad, v, whole);
+        });
         ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
         ring.next_stage();
         const Pair<acc_t> sums = row_sum<Row>(
-            add_up(stats, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; }), scratch[turn]);
+            add_up(stats, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; }),
+            scratch[turn]);
         forget(x_raw);
         forget(grad_raw);
-        store(stats, sums, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; });
+        store(stats, sums, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; });
       }
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
@@ -472,7 +483,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         const auto entry = ring.entry(params, behind, row - slice.row_step, group);
         store(
             ring.stats(params, entry, behind, row - slice.row_step, group), exchange.collect(turn - 1),
-            [&](int v) { return read(entry.x, v); }, [&](int v) { return read(entry.grad, v); });
+            [&](int v, auto whole) { return read(entry.x, v, whole); },
+            [&](int v, auto whole) { return read(entry.grad, v, whole); });
         ring.release(params, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank);
       };
 #pragma unroll 1
@@ -481,7 +493,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         const auto entry = ring.entry(params, ring.stage, row, group);
         exchange.share(turn, add_up(
                                  ring.stats(params, entry, ring.stage, row, group),
-                                 [&](int v) { return read(entry.x, v); }, [&](int v) { return read(entry.grad, v); }));
+                                 [&](int v, auto whole) { return read(entry.x, v, whole); },
+                                 [&](int v, auto whole) { return read(entry.grad, v, whole); }));
         if (turn > 0) finish();
         ring.next_stage();
       }
@@ -519,7 +532,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     if (adds && turn == adder) {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        const int col = (v * kThreads + rank) * kVec;
+        const int col = column_of(v);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           if (i >= elements_of(v)) continue;
@@ -543,18 +556,22 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 
 // ---- split ---------------------------------------------------------------------------------------------------------
 
-// grad_input of one row, tile by tile where it is longer than the registers hold.
+// grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share the
+// row in a cluster of `slices` blocks, as many times the threads do what these would.
 template <typename scalar_t, typename weight_t, typename Plan>
-__device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row,
+__device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row, int slices,
                                                 acc_type<scalar_t> inverse_n, Pair<acc_type<scalar_t>>* scratch) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
-  using Row = RowThreads<kThreads, kSplitThreads<Plan> / kThreads>;
-  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-  const scalar_t* grad_row = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
-  const int own = Row::rank() * kVec;
-  const int hidden_size = static_cast<int>(params.hidden_size);
-  const int last_tile = (hidden_size - 1) / kTile * kTile;
+  using Row = RowThreads<kSplitRowThreads<Plan>, kSplitThreads<Plan> / kSplitRowThreads<Plan>>;
+  const int64_t most = (vecs_of<kVec>(params.hidden_size) + slices - 1) / slices * kVec;
+  const int64_t first_col = Row::rank() / kThreads * most;
+  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
+  const scalar_t* grad_row =
+      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
+  const int own = Row::rank() % kThreads * kVec;
+  const int elements = static_cast<int>(min(most, params.hidden_size - first_col));  // may be 0 or less
+  const int last_tile = slices > 1 ? 0 : (elements - 1) / kTile * kTile;
   const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
 
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
@@ -562,8 +579,8 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      x_raw[v] = load_some<scalar_t, kVec>(x_row + col, hidden_size - col);
-      grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, hidden_size - col);
+      x_raw[v] = load_some<scalar_t, kVec>(x_row + col, elements - col);
+      grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, elements - col);
     }
   };
   Pair<acc_t> sums{0, 0};
@@ -574,31 +591,40 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      if (col >= hidden_size) continue;
+      if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, col, hidden_size - col);
+      load_weight<weight_t>(weight, params, first_col + col, elements - col);
       add_to_row(sums, stats, x, grad, weight);
     }
   }
-  const Pair<acc_t> row_terms = slope_and_level(row_sum<Row>(sums, scratch), stats, params, inverse_n);
+  if constexpr (Row::kThreadsOfRow > kThreads) {
+    scratch += Row::group() * Row::kWarps;
+    const acc_t half = lanes_half_sum<Row, 32>(sums);
+    if (threadIdx.x % 16 == 0) reinterpret_cast<acc_t*>(scratch + Row::warp())[threadIdx.x % 32 / 16] = half;
+    Row::barrier();
+    sums = sum_of_cluster<Row::kWarps>(scratch);
+  } else {
+    sums = row_sum<Row>(sums, scratch);
+  }
+  const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 
   forget(x_raw);
   forget(grad_raw);
-  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size;
+  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
 #pragma unroll 1
   for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      if (col >= hidden_size) continue;
+      if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, col, hidden_size - col);
+      load_weight<weight_t>(weight, params, first_col + col, elements - col);
       acc_t values[kVec];
       grad_input_of(values, stats, row_terms, x, grad, weight);
-      store_some(grad_input + col, values, hidden_size - col);
+      store_some(grad_input + col, values, elements - col);
     }
   }
 }
@@ -674,8 +700,8 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
                                acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kBlock = kSplitThreads<Plan>;
-  constexpr int kRows = kBlock / Plan::kThreads;
-  using Row = RowThreads<Plan::kThreads, kRows>;
+  constexpr int kRows = kBlock / kSplitRowThreads<Plan>;
+  using Row = RowThreads<kSplitRowThreads<Plan>, kRows>;
   __shared__ union {
     Pair<acc_t> rows[kRows * Row::kWarps];
     acc_t columns[2 * kBlock * Plan::kVec];
@@ -692,7 +718,7 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
   } else {
     const int64_t row = block * kRows + Row::group();
     if (row >= params.rows) return;
-    backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, scratch.rows);
+    backward_of_row<scalar_t, weight_t, Plan>(params, row, launch.cluster, inverse_n, scratch.rows);
   }
 }
 
@@ -792,7 +818,7 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
     const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
     if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
-        (Plan::kClusters ? cluster > 1 : wants_columns && !small)) {
+        (Plan::kClusters ? cluster > 1 && !(small && kSplitClusters<Plan>) : wants_columns && !small)) {
       Residence residence;
       const cudaError_t error = residence_of<scalar_t, weight_t, Plan>(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
@@ -808,7 +834,8 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
       }
     }
   }
-  constexpr int kRows = kSplitThreads<Plan> / Plan::kThreads;
+  constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
+  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, facts.max_cluster) : 1;
   if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
   if (wants_columns) {
     launch.column_lanes = kSplitThreads<Plan>;
