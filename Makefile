@@ -49,7 +49,8 @@ fuzz: $(BUILT)
 
 audit: $(BUILT)
 	$(BIN)/python -m pip install pip-audit pip-licenses
-	$(BIN)/pip-audit --skip-editable
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV)/installed.txt # torch==2.13.0+cpu: 2.13.0
+	$(BIN)/pip-audit --strict --disable-pip --no-deps -r $(VENV)/installed.txt
 	$(BIN)/pip-licenses --order=license
 
 bench: $(BUILT)
