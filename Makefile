@@ -7,6 +7,7 @@
 #   VENV=path           the environment
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 #   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
+# make wheel: into dist/, for the torch of the environment: pip refuses it beside another minor version.
 # make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
@@ -31,7 +32,7 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl examp
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models fuzz audit tidy bench build test-here test-models-here bench-here record new-op lint format \
+.PHONY: test test-models fuzz audit tidy bench build test-here test-models-here bench-here record wheel new-op lint format \
   clean distclean
 
 test: $(BUILT)
@@ -73,6 +74,10 @@ record:
 	if [ -z "$$card" ]; then echo "no NVIDIA card is here"; exit 1; fi; \
 	name=$$(echo "$${card#NVIDIA }" | tr 'A-Z ' 'a-z_' | tr -cd 'a-z0-9_-'); \
 	benchmarks/record.sh "$${out:-benchmarks/results/$$name}"
+
+wheel: $(BUILT)
+	FUSED_LAYERNORM_WHEEL=1 PATH="$(abspath $(BIN)):$$PATH" \
+	  $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 new-op:
 	@test -n "$(NAME)" || { echo "make new-op NAME=fast_gelu [DEST=folder]"; exit 1; }

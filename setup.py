@@ -8,6 +8,7 @@ Environment variables:
   CUDA_HOME                 the CUDA toolkit; default: found from nvcc on PATH, /usr/local/cuda, the nvidia packages
   MAX_JOBS                  compilers that run at once (with ninja; default: one a core)
   FUSED_LAYERNORM_PTXAS=1   print the registers and spills of every kernel
+  FUSED_LAYERNORM_WHEEL=1   a wheel to hand on (make wheel): its name and what it requires say which torch it is for
 
 The torch that the extension is built for is the one in the environment that will use it: pyproject.toml names no torch
 as a build requirement, or an isolated build would fetch another one and compile for that.
@@ -30,7 +31,7 @@ source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_source_hash.py"))[
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_toolchain.py")))
 
 CannotBuild = toolchain.CannotBuild
-LICENSE = "BSD-3-Clause"
+COMMON = {"license": "BSD-3-Clause", "install_requires": ["torch>=2.11"]}
 BUILDING_COMMANDS = {"build", "build_py", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 
 
@@ -108,6 +109,13 @@ def make_extension(torch) -> tuple[object, dict]:
     return extension, recipe["record"] | {"csrc_hash": source_hash(ROOT / "csrc")}
 
 
+def of_one_torch(version: str, cuda: str | None) -> tuple[str, str]:
+    """What a wheel's version ends with, and which torch it requires: a minor version, and a major one of CUDA, which
+    pip cannot ask for, so that the import does."""
+    minor = ".".join(version.split(".")[:2])
+    return f"+torch{minor}.{'cu' + cuda.split('.')[0] if cuda else 'cpu'}", f"torch=={minor}.*"
+
+
 def link_runtime_by_version(extension, torch_cuda: str) -> None:
     """The CUDA runtime that comes as a Python package has no libcudart.so, only the versioned name: link that."""
     folders = [Path(folder) for folder in extension.library_dirs]
@@ -178,27 +186,33 @@ def make_build_ext(record: dict, temporary: Path):
 
 def main() -> None:
     if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist: no need to look at torch and compilers
-        setup(license=LICENSE, cmdclass={"build_py": make_build_py(None)})
+        setup(**COMMON, cmdclass={"build_py": make_build_py(None)})
         return
     try:
         torch = import_torch()
         extension, record = make_extension(torch)
     except CannotBuild as error:
-        if toolchain.flag("FORCE_CUDA"):
-            raise SystemExit(f"FORCE_CUDA=1, but no extension can be built: {error}") from None
+        for name in ("FORCE_CUDA", "FUSED_LAYERNORM_WHEEL"):
+            if toolchain.flag(name):
+                raise SystemExit(f"{name}=1, but no extension can be built: {error}") from None
         shout("fused_layernorm: installing WITHOUT compiled kernels; the slower PyTorch reference is used.", str(error))
         setup(
-            license=LICENSE,
+            **COMMON,
             cmdclass={"build_py": make_build_py(str(error))},
             options={"build": {"build_base": "build/none"}},
         )
         return
     build_base = Path("build") / f"{record['extension']}-torch{record['torch']}{'-debug' if record['debug'] else ''}"
+    options = {"build": {"build_base": str(build_base)}}
+    if toolchain.flag("FUSED_LAYERNORM_WHEEL"):
+        tag, requirement = of_one_torch(record["torch"], record["torch_cuda"])
+        COMMON["install_requires"] = [requirement]
+        options["egg_info"] = {"tag_build": tag}
     setup(
-        license=LICENSE,
+        **COMMON,
         ext_modules=[extension],
         cmdclass={"build_py": make_build_py(None), "build_ext": make_build_ext(record, build_base / "objects")},
-        options={"build": {"build_base": str(build_base)}},
+        options=options,
     )
 
 

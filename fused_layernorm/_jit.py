@@ -127,8 +127,9 @@ def compile_extension(verbose: bool) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path):
-    """One process at a time; the others wait. torch marks a build by a file, which a build that is killed leaves behind,
-    and would wait for it to go, for ever. This lock goes with its process: with it, torch's file is of none that runs."""
+    """One process at a time; the others wait. torch marks a build by a file; a build that is killed leaves it behind,
+    and the next would wait for it to go, for ever. This lock goes with its process: with it, the file is of a dead one.
+    """
     import fcntl  # not on Windows, where nothing is compiled
 
     with open(folder / "fused_layernorm.lock", "w") as file:

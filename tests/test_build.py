@@ -323,6 +323,17 @@ def test_architecture_that_nvcc_does_not_know(monkeypatch):
     assert _toolchain.set_arch_list(torch, Path("/c13")) == "9.0+PTX"
 
 
+@pytest.mark.parametrize(
+    "version, cuda, tag, requirement",
+    [
+        ("2.13.0+cpu", None, "+torch2.13.cpu", "torch==2.13.*"),
+        ("2.14.1", "13.0", "+torch2.14.cu13", "torch==2.14.*"),
+    ],
+)
+def test_wheel_of_one_torch(setup_py, version, cuda, tag, requirement):
+    assert setup_py["of_one_torch"](version, cuda) == (tag, requirement)
+
+
 def test_record_of_a_build_keeps_its_neighbours(setup_py, tmp_path):
     (tmp_path / "a.so").touch()
     _toolchain.write_build_info(tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
@@ -487,9 +498,10 @@ def sources(tmp_path):
     return tmp_path
 
 
-def setup_in(folder: Path, *arguments: str) -> None:
+def setup_in(folder: Path, *arguments: str, **environment: str) -> None:
     # A compiler that is not there: a wheel of Python files, in seconds.
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000", "CXX": "/nowhere", "PATH": "/nowhere"}
+    nowhere = {"SOURCE_DATE_EPOCH": "1700000000", "CXX": "/nowhere", "PATH": "/nowhere"}
+    environment = {**os.environ, **nowhere, **environment}
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
@@ -502,10 +514,18 @@ def test_wheel_without_extension_is_reproducible_and_complete(sources):
         setup_in(sources / name, "bdist_wheel", "--dist-dir", str(sources / f"dist-{name}"))
         wheels += (sources / f"dist-{name}").glob("*.whl")
     assert wheels[0].read_bytes() == wheels[1].read_bytes()
-    shipped = {name for name in zipfile.ZipFile(wheels[0]).namelist() if ".dist-info/" not in name}
+    names = zipfile.ZipFile(wheels[0]).namelist()
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    assert b"\nRequires-Dist: torch>=2.11\n" in zipfile.ZipFile(wheels[0]).read(metadata)
+    shipped = {name for name in names if ".dist-info/" not in name}
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_layernorm").rglob("*.py")}
     wanted |= {f"fused_layernorm/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}  # for build()
     assert shipped == wanted | {"fused_layernorm/_build_info.py", "fused_layernorm/py.typed"}
+
+
+def test_wheel_to_hand_on_is_not_made_without_an_extension(sources):
+    with pytest.raises(AssertionError, match="FUSED_LAYERNORM_WHEEL=1, but no extension can be built"):
+        setup_in(sources / "one", "bdist_wheel", FUSED_LAYERNORM_WHEEL="1")
 
 
 def test_sdist_holds_what_a_build_and_the_tests_need(sources):
