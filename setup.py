@@ -185,8 +185,14 @@ def make_build_ext(record: dict, temporary: Path):
 
 
 def main() -> None:
+    options = {}
+    if toolchain.flag("FUSED_LAYERNORM_WHEEL"):  # pip asks for the metadata apart from the build
+        torch = import_torch()
+        tag, requirement = of_one_torch(torch.__version__, torch.version.cuda)
+        COMMON["install_requires"] = [requirement]
+        options["egg_info"] = {"tag_build": tag}
     if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist: no need to look at torch and compilers
-        setup(**COMMON, cmdclass={"build_py": make_build_py(None)})
+        setup(**COMMON, cmdclass={"build_py": make_build_py(None)}, options=options)
         return
     try:
         torch = import_torch()
@@ -203,16 +209,11 @@ def main() -> None:
         )
         return
     build_base = Path("build") / f"{record['extension']}-torch{record['torch']}{'-debug' if record['debug'] else ''}"
-    options = {"build": {"build_base": str(build_base)}}
-    if toolchain.flag("FUSED_LAYERNORM_WHEEL"):
-        tag, requirement = of_one_torch(record["torch"], record["torch_cuda"])
-        COMMON["install_requires"] = [requirement]
-        options["egg_info"] = {"tag_build": tag}
     setup(
         **COMMON,
         ext_modules=[extension],
         cmdclass={"build_py": make_build_py(None), "build_ext": make_build_ext(record, build_base / "objects")},
-        options=options,
+        options=options | {"build": {"build_base": str(build_base)}},
     )
 
 
