@@ -422,10 +422,22 @@ FOUND = {
         memory={"x": Memory(order=(1, 0))},
         wants=("x",),
     ),
+    # Sum of squares 25 + 9 + 8189 of 1e-6: below half a unit of the 25 in their chain, so that they are lost.
+    "many small squares beside a large one": Fuzzed(
+        Case((8191,), dtype=fp16, values="first_is_outlier", out_dtype=fp32),
+        mean=-5.0,
+        sigma=1e-4,
+        special=(("x", 0.0, 1),),
+        wants=("x",),
+    ),
 }
+TO_MEND = {"many small squares beside a large one": "the CPU kernels add a row's squares in chains of hundreds"}
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.xfail(DEVICE == "cpu", reason=TO_MEND[name])] if name in TO_MEND else [])
+    for name in FOUND
+])  # fmt: skip
 def test_found_by_fuzzing(name):
     check_case(FOUND[name])
 
