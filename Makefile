@@ -7,7 +7,7 @@
 #   VENV=path           the environment
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 #   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
-# make wheel: into dist/, for the torch of the environment: pip refuses it beside another minor version.
+# make wheel: into dist/, for the torch of the environment, whose minor version it requires.
 # make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
