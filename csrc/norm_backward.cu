@@ -274,11 +274,12 @@ struct RowRing {
     }
     return raw;
   }
-  // Gives stage `read` free: this warp has read all it needs of it. `next` is the row that comes there.
+  // Gives stage `read` free: this warp, whose lanes at work are `lanes`, has read all it needs of it. `next` is the row
+  // that comes there.
   __device__ void release(const NormBackwardParams& params, int64_t first_col, int read, int64_t next, int group,
-                          int rank) {
+                          int rank, unsigned lanes) {
     if constexpr (kBulk) {
-      __syncwarp();
+      __syncwarp(lanes);
       if (threadIdx.x % 32 == 0) arrive_barrier(full + kEmpty + 8 * read);
     } else {
       bring(params, first_col, next, group, rank, read);
@@ -410,9 +411,23 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 
     // Of whole vectors, where the slice has no v-th for this thread, the row's first with weight 0 takes its place: no
     // branch is needed and nothing but the row's own values can reach its sums.
+    // Without the copy engine that vector is another thread's to wait for.
     const auto read = [&](unsigned at, int v, auto whole) {
-      if constexpr (kAligned) return ring.vec(at, elements_of(v) <= 0 ? 0 : v * kThreads + rank, kVec);
-      return ring.vec(at, held.index(v) * kThreads + rank, whole ? kVec : elements_of(v));
+      if constexpr (kAligned) {
+        const bool is_there = elements_of(v) > 0;
+        if (!Ring::kBulk && !is_there) return zero_vec<scalar_t, kVec>();
+        return ring.vec(at, is_there ? v * kThreads + rank : 0, kVec);
+      } else {
+        return ring.vec(at, held.index(v) * kThreads + rank, whole ? kVec : elements_of(v));
+      }
+    };
+    // The lanes of this warp that have a row: where several rows share a warp, some may have none in the last turn, and
+    // have left the loop. Rows go to lanes in order.
+    const auto lanes_at_work = [&](int row) {
+      constexpr int kRowsOfWarp = 32 / Row::kLanes;
+      if constexpr (kRowsOfWarp == 1) return 0xffffffffu;
+      const int count = min(rows - (row - group % kRowsOfWarp), kRowsOfWarp);
+      return count == kRowsOfWarp ? 0xffffffffu : (1u << count * Row::kLanes) - 1;
     };
     const auto for_each = [&](auto&& f) {
       if constexpr (kAligned) {
@@ -465,7 +480,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           x_raw[v] = read(entry.x, v, whole);
           grad_raw[v] = read(entry.grad, v, whole);
         });
-        ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
+        ring.release(params, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
+                     lanes_at_work(row));
         ring.next_stage();
         const Pair<acc_t> sums =
             row_sum<Row>(add_up(
@@ -486,7 +502,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             ring.stats(params, entry, behind, row - slice.row_step, group), exchange.collect(turn - 1),
             [&](int v, auto whole) { return read(entry.x, v, whole); },
             [&](int v, auto whole) { return read(entry.grad, v, whole); });
-        ring.release(params, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank);
+        ring.release(params, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank, 0xffffffffu);
       };
 #pragma unroll 1
       for (; row < rows; row += slice.row_step, ++turn) {

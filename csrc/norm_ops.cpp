@@ -339,7 +339,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   if (x.numel() == 0) {  // no rows: the sums over rows are 0
     if (wants_x) gradients.x = empty(x.sizes(), x.scalar_type(), x);
     if (wants_weight) gradients.weight = at::zeros(shape, weight.options());
-    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(*bias_dtype));
+    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
     return gradients;
   }
 
