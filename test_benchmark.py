@@ -286,7 +286,7 @@ def make_inputs(cell, sets):
 def roof_call(cell, inputs):
     """The plain pass over the same bytes: a copy forward, two reads and one write backward."""
     if cell.direction == "forward":
-        # But for the last bytes: a copy of a number of bytes that 16 does not divide is half as fast again.
+        # But for the last bytes: a copy of a number of bytes that 16 does not divide takes half as long again.
         elements = max(inputs.x.numel() // 16 * 16, 1)
         source, target = inputs.x.view(-1)[:elements], inputs.out.view(-1)[:elements]
         return lambda: target.copy_(source)
