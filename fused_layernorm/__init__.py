@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 from . import _ops
-from .functional import fused_layer_norm, fused_rms_norm
+from .functional import fused_add_layer_norm, fused_add_rms_norm, fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
 from .replace import ReplaceReport, replace_norms, restore_norms
 
@@ -12,6 +12,8 @@ __all__ = [
     "FusedRMSNorm",
     "ReplaceReport",
     "backend",
+    "fused_add_layer_norm",
+    "fused_add_rms_norm",
     "fused_layer_norm",
     "fused_rms_norm",
     "replace_norms",
