@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _ops, reference
 
@@ -45,6 +46,8 @@ def fused_layer_norm(
     activation: str | None = None,
     dropout_p: float = 0.0,
     training: bool = True,
+    memory_efficient: bool = False,
+    accumulate_grad: bool = False,
 ) -> Tensor:
     r"""Layer normalization (Ba, Kiros and Hinton, 2016) in one pass over memory, forward and backward.
 
@@ -68,6 +71,16 @@ def fused_layer_norm(
             type.
         dropout_p: with `training`, the probability that an element of y (after the activation) becomes 0; the others
             are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
+        memory_efficient: save y for backward instead of x, where y says as much about x: y is of x's dtype, and every
+            column has ``|w + o| >= 1024 * torch.finfo(y.dtype).tiny`` and ``|b| <= |w + o|``. Backward then has x_hat
+            to about the precision of y's dtype. Where a column fails, the call saves x, as it does without this option,
+            so that a weight of 0 keeps its gradient. The look at the weight is repeated when it has changed; on CUDA it
+            waits for the device then (while a graph is captured it is left out, and x is saved). Saves memory where
+            the next operation saves y too, and nothing else holds x. Without effect under `torch.compile`, which
+            chooses itself what it saves.
+        accumulate_grad: backward adds the gradients of weight and bias to the float32 buffers ``weight.main_grad`` and
+            ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the parameter (Megatron's
+            contract). What `.grad` receives is zeros, so that hooks still run. First derivatives in eager mode only.
 
     Returns:
         y of x's shape, contiguous, of x's dtype or `out_dtype`, also under autocast.
@@ -82,14 +95,15 @@ def fused_layer_norm(
         TypeError: an argument that is not a tensor, or is of a dtype or layout listed nowhere above.
         RuntimeError: shapes or devices that do not match.
         ValueError: no `normalized_shape` to be had, `weight_offset` without weight, an `activation` not listed above,
-            or `dropout_p` outside [0, 1].
+            `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout, or
+            `accumulate_grad` with a parameter that has no float32 ``main_grad``.
     """
-    if not (activation or dropout_p or is_dynamo_compiling()):
+    if not (activation or dropout_p or memory_efficient or accumulate_grad or is_dynamo_compiling()):
         y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
     return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad,
-                          activation, dropout_p, training)  # fmt: skip
+                          "torch", activation, dropout_p, training, memory_efficient, accumulate_grad)  # fmt: skip
 
 
 def fused_rms_norm(
@@ -105,6 +119,9 @@ def fused_rms_norm(
     activation: str | None = None,
     dropout_p: float = 0.0,
     training: bool = True,
+    memory_efficient: bool = False,
+    accumulate_grad: bool = False,
+    rounding: str = "torch",
 ) -> Tensor:
     r"""Root mean square normalization (Zhang and Sennrich, 2019) in one pass over memory, forward and backward.
 
@@ -113,15 +130,23 @@ def fused_rms_norm(
     Args:
         eps: added to the mean square. None means, as in `torch.nn.functional.rms_norm`, the machine epsilon of the
             type the statistics are kept in: float32's (1.19e-7), or float64's for float64 x.
+        rounding: where results are rounded on the way, for y that is bit-equal, in eager mode, to the norm classes of
+            transformers: "llama" rounds x_hat to x's dtype before it is multiplied by weight, "gemma" (with
+            ``weight_offset=1``) once at the end; both take the statistics with the operations of those classes, as
+            their last bits count. "torch", the default, rounds once, and is one pass. Forward of the others is PyTorch
+            operations; backward is the kernel, with the gradients of "torch". Where weight's dtype is wider than x's,
+            transformers returns it: give that as `out_dtype`.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
-    if not (activation or dropout_p or is_dynamo_compiling()):
+    is_plain = not (activation or dropout_p or memory_efficient or accumulate_grad) and rounding == "torch"
+    if is_plain and not is_dynamo_compiling():
         y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
     return _norm_and_more(x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype,
-                          stats_grad, activation, dropout_p, training)  # fmt: skip
+                          stats_grad, rounding, activation, dropout_p, training, memory_efficient,
+                          accumulate_grad)  # fmt: skip
 
 
 def fused_add_layer_norm(
@@ -166,7 +191,7 @@ def fused_add_layer_norm(
     The other arguments, the guarantees and the errors are those of `fused_layer_norm`; gradients flow to residual too.
     """
     return _add_norm(x, residual, weight, bias, eps, False, dropout_p, training, residual_dtype, normalized_shape,
-                     weight_offset, out_dtype, stats_grad, activation, return_dropout_mask)  # fmt: skip
+                     weight_offset, out_dtype, stats_grad, activation, "torch", return_dropout_mask)  # fmt: skip
 
 
 def fused_add_rms_norm(
@@ -184,17 +209,77 @@ def fused_add_rms_norm(
     out_dtype: torch.dtype | None = None,
     stats_grad: bool = True,
     activation: str | None = None,
+    rounding: str = "torch",
     return_dropout_mask: bool = False,
 ) -> tuple[Tensor, ...]:
     r"""Dropout, residual addition and root mean square normalization in one pass over memory, forward and backward.
 
     .. math:: z = \mathrm{residual} + \mathrm{dropout}(x), \qquad y = \mathrm{RMSNorm}(z)
 
-    Arguments and result are those of `fused_add_layer_norm`, eps is that of `fused_rms_norm`.
+    Arguments and result are those of `fused_add_layer_norm`, eps and rounding those of `fused_rms_norm`.
     """
     return _add_norm(x, residual, weight, bias, _rms_eps(eps, x), True, dropout_p, training, residual_dtype,
-                     normalized_shape, weight_offset, out_dtype, stats_grad, activation,
+                     normalized_shape, weight_offset, out_dtype, stats_grad, activation, rounding,
                      return_dropout_mask)  # fmt: skip
+
+
+def fused_adaptive_layer_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Layer normalization modulated by scale and shift (AdaLN, as in DiT and SD3).
+
+    .. math:: y = \mathrm{LayerNorm}(z) \cdot (1 + \mathrm{scale}) + \mathrm{shift}, \qquad
+        z = x \text{, or } \mathrm{residual} + \mathrm{gate} \cdot x
+
+    Args:
+        scale, shift: per token, of x's shape; per sample, ``[batch, *normalized_shape]`` with x's first dimension; for
+            all, ``normalized_shape``; or of as many dimensions as x, those before normalized_shape 1 where values are
+            shared. Of x's dtype or float32.
+        weight, bias: of the norm itself; DiT has none.
+        normalized_shape: x's last dimension when neither this nor weight nor bias is given.
+        gate: multiplies x before it is added to residual; of a shape as scale's. Needs a residual.
+        residual, residual_dtype: as in `fused_add_layer_norm`.
+
+    Returns:
+        y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
+
+    Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
+    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is, so
+    far, PyTorch operations behind the norm. Errors are those of `fused_add_layer_norm`; RuntimeError for a scale, shift
+    or gate that does not broadcast, ValueError for a gate without residual.
+    """
+    return _adaptive_norm(x, scale, shift, weight, bias, eps, False, gate, residual, residual_dtype, normalized_shape,
+                          out_dtype)  # fmt: skip
+
+
+def fused_adaptive_rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fused_adaptive_layer_norm` with `fused_rms_norm` for its norm; shift None stands for 0."""
+    return _adaptive_norm(x, scale, shift, weight, bias, _rms_eps(eps, x), True, gate, residual, residual_dtype,
+                          normalized_shape, out_dtype)  # fmt: skip
 
 
 def _rms_eps(eps, x):
@@ -203,7 +288,9 @@ def _rms_eps(eps, x):
     return eps
 
 
-def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad):
+def _norm(
+    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding="torch"
+):
     """The calls that are not plain eager mode."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
@@ -211,33 +298,45 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
     if has_stage and _takes_kernel(x, weight, bias):
         try:
             return NormFunction.apply(
-                x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad
+                x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding
             )
         except TypeError:  # pybind11 lists every argument; say which one is wrong
             reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
             raise
     shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
     options = (eps, weight_offset, is_rms_norm, out_dtype)
-    if has_stage and _takes_operator(x, weight, bias):
+    if has_stage and rounding == "torch" and _takes_operator(x, weight, bias):
         frozen = () if stats_grad else (False,)  # defaults are left out: graphs stay loadable by older versions
         return _ops.norm_operator(x, weight, bias, len(shape), *options, *frozen)[0]
-    return reference.norm(x, weight, bias, shape, *options, stats_grad)
+    return reference.norm(x, weight, bias, shape, *options, stats_grad, rounding)
 
 
 # ---- around the norm -------------------------------------------------------------------------------------------------
 
 
 def _norm_and_more(
-    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, activation, dropout_p,
-    training,
+    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding, activation,
+    dropout_p, training, memory_efficient, accumulate_grad,
 ):  # fmt: skip
-    """A norm, and what is applied to its result."""
-    if not activation and not dropout_p:
-        return _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad)
+    """A norm, with what is applied to its result, and how its gradients are made."""
+    if rounding not in reference.ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
+    options = (eps, weight_offset, is_rms_norm)
+    if not (activation or dropout_p or memory_efficient or accumulate_grad):
+        return _norm(x, weight, bias, normalized_shape, *options, out_dtype, stats_grad, rounding)
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     reference.check_dropout_p(dropout_p)
+    if accumulate_grad:
+        weight, bias = (_into_main_grad(name, t) for name, t in (("weight", weight), ("bias", bias)))
+    if memory_efficient:
+        if activation or dropout_p or rounding != "torch" or not stats_grad or (out_dtype or x.dtype) != x.dtype:
+            raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
+                             'rounding="torch" and stats_grad=True')  # fmt: skip
+        return _memory_efficient_norm(x, weight, bias, shape, *options)
+    if not (activation or dropout_p):
+        return _norm(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding)
     wide = reference.accumulation_dtype(x.dtype)
-    y = _norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide, stats_grad)
+    y = _norm(x, weight, bias, shape, *options, wide, stats_grad, rounding)
     y = _activate(y, activation)
     dtype = out_dtype or x.dtype
     if training and dropout_p:
@@ -247,13 +346,16 @@ def _norm_and_more(
 
 def _add_norm(
     x, residual, weight, bias, eps, is_rms_norm, dropout_p, training, residual_dtype, normalized_shape, weight_offset,
-    out_dtype, stats_grad, activation, return_dropout_mask,
+    out_dtype, stats_grad, activation, rounding, return_dropout_mask,
 ):  # fmt: skip
+    if rounding not in reference.ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
-    if _ops.has_stage("add", x.device.type) and _takes_operator(x, weight, bias, residual, distributed=False):
+    has_stage = rounding == "torch" and _ops.has_stage("add", x.device.type)
+    if has_stage and _takes_operator(x, weight, bias, residual, distributed=False):
         y, z, _ = _ops.add_norm_operator(x, residual, weight, bias, philox, len(shape), eps, weight_offset,
                                          is_rms_norm, y_dtype, stats_grad, dropout_p if training else 0.0,
                                          z_dtype)  # fmt: skip
@@ -263,7 +365,7 @@ def _add_norm(
         z = reference.add(dropped, residual, z_dtype)
         if z.dtype != x.dtype:  # of z's dtype or float32
             weight, bias = (None if t is None else t.to(z.dtype) for t in (weight, bias))
-        y = _norm(z, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype, stats_grad)
+        y = _norm(z, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype, stats_grad, rounding)
     if activation:
         y = _activate(y, activation).to(out_dtype or x.dtype)
     if not return_dropout_mask:
@@ -271,6 +373,30 @@ def _add_norm(
     if philox is None:
         return y, z, torch.ones_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
     return y, z, _dropout_mask(x, philox, len(shape), dropout_p)
+
+
+def _adaptive_norm(
+    x, scale, shift, weight, bias, eps, is_rms_norm, gate, residual, residual_dtype, normalized_shape, out_dtype
+):
+    if isinstance(x, Tensor) and x.dim() and normalized_shape is None and weight is None and bias is None:
+        normalized_shape = x.shape[-1:]
+    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), 0.0, out_dtype)
+    if gate is not None and residual is None:
+        raise ValueError("gate needs a residual that the product is added to, got residual=None")
+    wide = reference.accumulation_dtype(x.dtype)
+    scale, shift, gate = (
+        None if t is None else reference.as_modulation(name, t, x, len(shape)).to(wide)
+        for name, t in (("scale", scale), ("shift", shift), ("gate", gate))
+    )
+    z = x
+    if residual is not None:
+        z_dtype = reference.check_add_arguments(x, residual, residual_dtype, 0.0)
+        z = reference.add(x if gate is None else x.to(wide) * gate, residual, z_dtype)
+        if z.dtype != x.dtype:
+            weight, bias = (None if t is None else t.to(z.dtype) for t in (weight, bias))
+    y = _norm(z, weight, bias, shape, eps, 0.0, is_rms_norm, wide, True) * (1 + scale)
+    y = (y if shift is None else y + shift).to(out_dtype or x.dtype)
+    return y if residual is None else (y, z)
 
 
 def _as_shape(normalized_shape):
@@ -302,6 +428,100 @@ def _dropout(x, philox, normalized_ndim, dropout_p, dtype):
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return reference.dropout(x, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, dtype)
     return DropoutFunction.apply(x, philox, normalized_ndim, dropout_p, dtype)
+
+
+def _into_main_grad(name, parameter):
+    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
+    if parameter is None or not parameter.requires_grad:
+        return parameter
+    buffer = getattr(parameter, "main_grad", None)
+    if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32 or buffer.shape != parameter.shape:
+        raise ValueError(f"accumulate_grad needs {name}.main_grad, a float32 tensor of {name}'s shape")
+    return MainGradFunction.apply(parameter)
+
+
+class MainGradFunction(torch.autograd.Function):
+    """parameter.to(float32), with a backward that adds to parameter.main_grad."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.parameter = parameter  # the object itself, whose attributes are meant
+        return parameter.float() if parameter.dtype != torch.float32 else parameter.view_as(parameter)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):
+        parameter = ctx.parameter
+        parameter.main_grad.add_(grad_output)
+        parameter.grad_added_to_main_grad = True
+        return torch.zeros_like(parameter)
+
+
+def _memory_efficient_norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm):
+    if not (torch.is_grad_enabled() and _takes_kernel(x, weight, bias) and y_tells_x(x, weight, bias, weight_offset)):
+        return _norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, None, True)
+    return MemoryEfficientFunction.apply(x, weight, bias, shape, eps, weight_offset, is_rms_norm)
+
+
+_verdicts = WeakIdKeyDictionary()  # weight, or else bias -> (versions and the like, verdict)
+
+
+def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float) -> bool:
+    """Whether x_hat can be had from y about as exactly as from a rounded x: the rule of memory_efficient."""
+    key = weight if weight is not None else bias
+    if key is None:
+        return True
+    state = (key._version, x.dtype, weight_offset, id(bias), None if bias is None else bias._version, key.data_ptr())
+    if key in _verdicts and _verdicts[key][0] == state:
+        return _verdicts[key][1]
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # the answer is not to be had without waiting
+    with torch.no_grad():
+        scale = torch.ones_like(bias) if weight is None else weight.to(torch.float64).add(weight_offset).abs()
+        good = scale >= 1024 * torch.finfo(x.dtype).tiny
+        if bias is not None:
+            good &= bias.abs() <= scale
+        verdict = bool(good.all())
+    _verdicts[key] = (state, verdict)
+    return verdict
+
+
+class MemoryEfficientFunction(torch.autograd.Function):
+    """A norm that saves y for backward, from which x_hat is had."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, shape, eps, weight_offset, is_rms_norm):
+        y, stats = _ops.norm_forward(x, weight, bias, shape, eps, weight_offset, is_rms_norm, None, True, True)
+        ctx.save_for_backward(y, weight, bias, stats)
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.weight_offset, ctx.is_rms_norm = shape, weight_offset, is_rms_norm
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return (None,) * 7
+        y, weight, bias, stats = ctx.saved_tensors
+        x_hat = y.to(stats.dtype)
+        if bias is not None:
+            x_hat = x_hat - bias
+        if weight is not None:
+            x_hat = x_hat / (weight.to(stats.dtype) + ctx.weight_offset)
+        # x_hat is its own norm, with a mean of 0 and an rstd of 1; x's rstd is a factor of the rest.
+        rows = x_hat.shape[: x_hat.dim() - len(ctx.shape)]
+        own_stats = torch.zeros_like(stats)
+        own_stats[0] = 1
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_x, grad_weight, grad_bias = _ops.norm_backward(
+            grad_output, x_hat, None if weight is None else weight.to(stats.dtype), own_stats, len(ctx.shape),
+            ctx.weight_offset, ctx.is_rms_norm, wants_x, wants_weight, bias.dtype if wants_bias else None, True,
+        )  # fmt: skip
+        if wants_x:
+            grad_x = grad_x.mul_(stats[0].view(*rows, *[1] * len(ctx.shape))).to(y.dtype)
+        if wants_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class DropoutFunction(torch.autograd.Function):
@@ -365,10 +585,15 @@ class NormFunction(torch.autograd.Function):
     """Autograd of both norms on the compiled kernels; x, weight and the rows' statistics are saved."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad):
-        y, stats = _ops.norm_forward(
-            x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, True, stats_grad
-        )
+    def forward(ctx, x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                rounding):  # fmt: skip
+        options = (normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
+        if rounding == "torch":
+            y, stats = _ops.norm_forward(x, weight, bias, *options, True, stats_grad)
+        else:
+            shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+            y = reference.norm(x, weight, bias, shape, *options[1:], stats_grad, rounding)
+            stats = reference.rms_stats(x, shape, eps)
         ctx.save_for_backward(x, weight, stats)
         ctx.set_materialize_grads(False)
         ctx.normalized_ndim = len(normalized_shape or (bias if weight is None else weight).shape)
@@ -379,7 +604,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:
-            return (None,) * 9
+            return (None,) * 10
         x, weight, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         bias_dtype = ctx.bias_dtype if wants_bias else None
@@ -394,4 +619,4 @@ class NormFunction(torch.autograd.Function):
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
                 wants_x, wants_weight, bias_dtype, ctx.stats_grad,
             )  # fmt: skip
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None

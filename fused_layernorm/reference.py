@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+ROUNDINGS = ("torch", "llama", "gemma")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -95,6 +96,29 @@ def check_add_arguments(
     return residual_dtype
 
 
+def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
+    """scale, shift or gate with as many dimensions as x, to be broadcast; raise for what does not fit x."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.device != x.device:
+        raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
+    if not _goes_with(t.dtype, x.dtype):
+        raise TypeError(f"{name} must be of x's dtype, {x.dtype}, or float32, got {t.dtype}")
+    leading = x.dim() - normalized_ndim
+    shape, row = tuple(t.shape), tuple(x.shape[leading:])
+    if len(shape) == x.dim():
+        if shape[leading:] == row and all(n in (1, of) for n, of in zip(shape[:leading], x.shape, strict=False)):
+            return t
+    elif shape == row:
+        return t.reshape(*[1] * leading, *row)
+    elif leading > 1 and shape == (x.shape[0], *row):
+        return t.reshape(x.shape[0], *[1] * (leading - 1), *row)
+    raise RuntimeError(
+        f"{name} must be of x's shape, [{_join(x.shape)}], with 1 for any of its first {leading} dimensions, or "
+        f"[{_join((*x.shape[:1], *row))}], or [{_join(row)}], got [{_join(shape)}]"
+    )
+
+
 def check_dropout_p(dropout_p: float) -> None:
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
@@ -171,18 +195,31 @@ def norm(
     is_rms_norm: bool,
     out_dtype: torch.dtype | None,
     stats_grad: bool = True,
+    rounding: str = "torch",
 ) -> Tensor:
     """y = x_hat * (weight + weight_offset) + bias, with x_hat = (x - mean) * rstd over the last dims.
 
-    Without stats_grad, mean and rstd are constants to differentiation.
+    Without stats_grad, mean and rstd are constants to differentiation. With rounding "llama", x_hat is rounded to x's
+    dtype, and what follows is in the wider of that and weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is
+    "torch" for this function: the operations, and so the bits, are those of GemmaRMSNorm.
     """
     dims = tuple(range(-len(normalized_shape), 0))
     y, _ = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
-    if weight is not None:
+    if rounding == "llama":
+        y = y.to(x.dtype)
+        if weight is not None:
+            y = y * (weight + weight_offset if weight_offset else weight)
+    elif weight is not None:
         y = y * (weight.to(y.dtype) + weight_offset)
     if bias is not None:
-        y = y + bias.to(y.dtype)
+        y = y + (bias if rounding == "llama" else bias.to(y.dtype))
     return y.to(out_dtype or x.dtype).contiguous()
+
+
+def rms_stats(x: Tensor, normalized_shape: Sequence[int], eps: float) -> Tensor:
+    """The stats that norm_forward of the kernels returns for RMSNorm, by the operations of `norm`."""
+    _, rstd = _x_hat_and_rstd(x, tuple(range(-len(normalized_shape), 0)), eps, True, True)
+    return rstd.reshape(1, -1)
 
 
 def norm_backward(
