@@ -157,9 +157,7 @@ if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older
     norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
 
     @torch.library.register_fake(norm_operator)
-    def _(
-        x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None, stats_grad=True
-    ):
+    def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None, stats_grad=True):
         leading = x.dim() - normalized_ndim
         reference.check_norm_arguments(x, weight, bias, x.shape[leading:], weight_offset, out_dtype)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)

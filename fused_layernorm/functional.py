@@ -288,9 +288,7 @@ def _rms_eps(eps, x):
     return eps
 
 
-def _norm(
-    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding="torch"
-):
+def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding="torch"):
     """The calls that are not plain eager mode."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
@@ -440,6 +438,12 @@ def _into_main_grad(name, parameter):
     return MainGradFunction.apply(parameter)
 
 
+def _only_first_derivatives(option):
+    # Not once_differentiable, which says nothing where grad_output does not require grad: terms would then be missing.
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{option}=True has first derivatives only: call the norm without it under create_graph")
+
+
 class MainGradFunction(torch.autograd.Function):
     """parameter.to(float32), with a backward that adds to parameter.main_grad."""
 
@@ -449,8 +453,8 @@ class MainGradFunction(torch.autograd.Function):
         return parameter.float() if parameter.dtype != torch.float32 else parameter.view_as(parameter)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
+        _only_first_derivatives("accumulate_grad")
         parameter = ctx.parameter
         parameter.main_grad.add_(grad_output)
         parameter.grad_added_to_main_grad = True
@@ -498,8 +502,8 @@ class MemoryEfficientFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
+        _only_first_derivatives("memory_efficient")
         if grad_output is None:
             return (None,) * 7
         y, weight, bias, stats = ctx.saved_tensors

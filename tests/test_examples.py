@@ -51,3 +51,13 @@ def test_train_char_gpt(options, device):
     losses = [float(loss) for loss in re.findall(r"fused (\d+\.\d+)$", output, re.MULTILINE)]
     assert losses[-1] < 0.8 * losses[0], "the model did not learn"
     assert "the loss curves agree" in output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bert_block(dtype, device):
+    output = run_example("bert_block.py", "--device", device, "--dtype", dtype)
+    assert output.count("the loss curves agree: True") == 2
+    rows = re.findall(r"^(bert|llama) +(torch|fused) +(\d+\.\d+) +(\d+\.\d+)", output, re.MULTILINE)
+    assert len(rows) == 4
+    assert all(float(last) < float(first) for kind, _, first, last in rows if kind == "llama"), "it did not learn"
