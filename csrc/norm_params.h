@@ -48,9 +48,8 @@ constexpr bool kCudaHasDropoutMask = false;  // launch_dropout_mask_cuda
 
 // keep(seed, offset, row, col) of philox.h decides which elements remain; those are multiplied by dropout_scale(p).
 struct Dropout {
-  const int64_t*
-      philox;  // [2], (seed, offset), in the device's memory: a CUDA graph replays with others; nullptr: none
-  double p;    // in (0, 1]
+  const int64_t* philox;  // [2], (seed, offset), in the device's memory: CUDA graphs replay with others; nullptr: none
+  double p;               // in (0, 1]
 };
 
 // Forward's load stage: z = residual + keep * dropout_scale * x in the accumulation type, rounded once to
