@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _ops, reference
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _ACTIVATIONS = {
     "relu": F.relu,
@@ -31,6 +35,24 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+class Fusions(TypedDict, total=False):
+    """Keywords of the plain norms, explained in `fused_layer_norm`. A dictionary, as each keyword with a default would
+    cost every call 20 ns."""
+
+    stats_grad: bool
+    activation: str | None
+    dropout_p: float
+    training: bool
+    memory_efficient: bool
+    accumulate_grad: bool
+
+
+class RMSFusions(Fusions, total=False):
+    """Those of `fused_rms_norm`."""
+
+    rounding: str
 
 
 def fused_layer_norm(
@@ -42,12 +64,7 @@ def fused_layer_norm(
     normalized_shape: int | Sequence[int] | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    stats_grad: bool = True,
-    activation: str | None = None,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    memory_efficient: bool = False,
-    accumulate_grad: bool = False,
+    **fusions: Unpack[Fusions],
 ) -> Tensor:
     r"""Layer normalization (Ba, Kiros and Hinton, 2016) in one pass over memory, forward and backward.
 
@@ -65,22 +82,23 @@ def fused_layer_norm(
         weight_offset: the constant :math:`o`, added to weight in the accumulation type (1.0 for weights stored as
             ``w - 1``, as in Gemma).
         out_dtype: dtype of the result; x's dtype when None.
-        stats_grad: False makes mean and variance constants in backward, as in layer-wise relevance propagation:
-            ``grad_x = (w + o) * grad_y / sqrt(var + eps)``.
-        activation: "relu", "gelu", "gelu_tanh" (gelu by its tanh formula) or "silu", applied to y in the accumulation
-            type.
-        dropout_p: with `training`, the probability that an element of y (after the activation) becomes 0; the others
-            are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
-        memory_efficient: save y for backward instead of x, where y says as much about x: y is of x's dtype, and every
-            column has ``|w + o| >= 1024 * torch.finfo(y.dtype).tiny`` and ``|b| <= |w + o|``. Backward then has x_hat
-            to about the precision of y's dtype. Where a column fails, the call saves x, as it does without this option,
-            so that a weight of 0 keeps its gradient. The look at the weight is repeated when it has changed; on CUDA it
-            waits for the device then (while a graph is captured it is left out, and x is saved). Saves memory where
-            the next operation saves y too, and nothing else holds x. Without effect under `torch.compile`, which
-            chooses itself what it saves.
-        accumulate_grad: backward adds the gradients of weight and bias to the float32 buffers ``weight.main_grad`` and
-            ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the parameter (Megatron's
-            contract). What `.grad` receives is zeros, so that hooks still run. First derivatives in eager mode only.
+        stats_grad: default True; False makes mean and variance constants in backward, as in layer-wise relevance
+            propagation: ``grad_x = (w + o) * grad_y / sqrt(var + eps)``.
+        activation: default None; "relu", "gelu", "gelu_tanh" (gelu by its tanh formula) or "silu", applied to y in the
+            accumulation type.
+        dropout_p: default 0; with `training` (default True), the probability that an element of y (after the
+            activation) becomes 0; the others are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
+        memory_efficient: default False; save y for backward instead of x, where y says as much about x: y is of x's
+            dtype, and every column has ``|w + o| >= 1024 * torch.finfo(y.dtype).tiny`` and ``|b| <= |w + o|``. Backward
+            then has x_hat to about the precision of y's dtype. Where a column fails, the call saves x, as it does
+            without this option, so that a weight of 0 keeps its gradient. The look at the weight is repeated when it
+            has changed; on CUDA it waits for the device then (while a graph is captured it is left out, and x is
+            saved). Saves memory where the next operation saves y too, and nothing else holds x. Without effect under
+            `torch.compile`, which chooses itself what it saves.
+        accumulate_grad: default False; backward adds the gradients of weight and bias to the float32 buffers
+            ``weight.main_grad`` and ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the
+            parameter (Megatron's contract). What `.grad` receives is zeros, so that hooks still run. First derivatives
+            in eager mode only.
 
     Returns:
         y of x's shape, contiguous, of x's dtype or `out_dtype`, also under autocast.
@@ -98,12 +116,13 @@ def fused_layer_norm(
             `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout, or
             `accumulate_grad` with a parameter that has no float32 ``main_grad``.
     """
-    if not (activation or dropout_p or memory_efficient or accumulate_grad or is_dynamo_compiling()):
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad)
+    if not (fusions or is_dynamo_compiling()):
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, True)
         if y is not NotImplemented:
             return y
-    return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad,
-                          "torch", activation, dropout_p, training, memory_efficient, accumulate_grad)  # fmt: skip
+    if "rounding" in fusions:
+        raise TypeError("fused_layer_norm has no rounding: it is of fused_rms_norm")
+    return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, **fusions)
 
 
 def fused_rms_norm(
@@ -115,13 +134,7 @@ def fused_rms_norm(
     normalized_shape: int | Sequence[int] | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    stats_grad: bool = True,
-    activation: str | None = None,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    memory_efficient: bool = False,
-    accumulate_grad: bool = False,
-    rounding: str = "torch",
+    **fusions: Unpack[RMSFusions],
 ) -> Tensor:
     r"""Root mean square normalization (Zhang and Sennrich, 2019) in one pass over memory, forward and backward.
 
@@ -139,14 +152,13 @@ def fused_rms_norm(
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
-    is_plain = not (activation or dropout_p or memory_efficient or accumulate_grad) and rounding == "torch"
-    if is_plain and not is_dynamo_compiling():
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad)
+    if not (fusions or is_dynamo_compiling()):
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, True)
         if y is not NotImplemented:
             return y
-    return _norm_and_more(x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype,
-                          stats_grad, rounding, activation, dropout_p, training, memory_efficient,
-                          accumulate_grad)  # fmt: skip
+    return _norm_and_more(
+        x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype, **fusions
+    )
 
 
 def fused_add_layer_norm(
@@ -313,8 +325,8 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
 
 
 def _norm_and_more(
-    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding, activation,
-    dropout_p, training, memory_efficient, accumulate_grad,
+    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, *, stats_grad=True,
+    rounding="torch", activation=None, dropout_p=0.0, training=True, memory_efficient=False, accumulate_grad=False,
 ):  # fmt: skip
     """A norm, with what is applied to its result, and how its gradients are made."""
     if rounding not in reference.ROUNDINGS:
