@@ -4,6 +4,8 @@
 #   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
 #   VENV=path           the environment
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
+# make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
+# make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
 
 PYTHON ?= python3
@@ -16,11 +18,11 @@ BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
 BUILD_INPUTS := $(wildcard csrc/*) setup.py pyproject.toml fused_layernorm/_toolchain.py fused_layernorm/_source_hash.py
-CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl)
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl examples/*/csrc/*)
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models bench build test-here test-models-here bench-here lint format clean distclean
+.PHONY: test test-models bench build test-here test-models-here bench-here record new-op lint format clean distclean
 
 test: $(BUILT)
 	$(BIN)/python -m pytest --ignore=tests/test_models.py $(ARGS)
@@ -45,6 +47,17 @@ test-models-here:
 
 bench-here:
 	$(PYTHON) test_benchmark.py $(ARGS)
+
+# A folder of its own for each card, named after it.
+record:
+	@out="$(OUT)"; card=$$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1); \
+	if [ -z "$$card" ]; then echo "no NVIDIA card is here"; exit 1; fi; \
+	name=$$(echo "$${card#NVIDIA }" | tr 'A-Z ' 'a-z_' | tr -cd 'a-z0-9_-'); \
+	benchmarks/record.sh "$${out:-benchmarks/results/$$name}"
+
+new-op:
+	@test -n "$(NAME)" || { echo "make new-op NAME=fast_gelu [DEST=folder]"; exit 1; }
+	@$(PYTHON) examples/new_op.py $(NAME) $(DEST)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

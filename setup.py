@@ -14,7 +14,6 @@ as a build requirement, or an isolated build would fetch another one and compile
 """
 
 import os
-import pprint
 import runpy
 import shutil
 import site
@@ -30,14 +29,9 @@ ROOT = Path(__file__).resolve().parent
 source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_source_hash.py"))["source_hash"]
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_toolchain.py")))
 
-DEBUG = bool(toolchain.flag("DEBUG"))
-PTXAS = bool(toolchain.flag("FUSED_LAYERNORM_PTXAS"))
+CannotBuild = toolchain.CannotBuild
 LICENSE = "BSD-3-Clause"
 BUILDING_COMMANDS = {"build", "build_py", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
-
-
-class CannotBuild(Exception):
-    """Why an extension, or its CUDA half, cannot be built here."""
 
 
 def shout(*lines: str) -> None:
@@ -80,139 +74,29 @@ def import_torch():
 # ---- what to build ---------------------------------------------------------------------------------------------------
 
 
-def choose_toolkit(torch_cuda: str) -> tuple[Path, str]:
-    """(CUDA home, nvcc version) of a toolkit of the same major version as torch's CUDA."""
-    toolkits = toolchain.find_toolkits()
-    major = torch_cuda.split(".")[0]
-    for home, version in toolkits:
-        if version.split(".")[0] == major:
-            return home, version
-    if not toolkits:
-        raise CannotBuild(
-            f"no CUDA compiler (nvcc with the toolkit's headers) was found for torch's CUDA {torch_cuda}; install the "
-            f"CUDA toolkit {major}.x and set CUDA_HOME to it"
-        )
-    home, version = toolkits[0]
-    raise CannotBuild(
-        f"nvcc is of CUDA {version} ({home}) but torch was built for CUDA {torch_cuda}; their major versions must be "
-        f"equal: set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch built for CUDA {version.split('.')[0]}"
-    )
-
-
-def visible_cards(torch) -> list[tuple[int, int]]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-
-
-def set_arch_list(torch, home: Path) -> str:
-    """Fill in TORCH_CUDA_ARCH_LIST, which torch's build reads; complain of what nvcc does not support."""
-    supported = toolchain.nvcc_archs(home)
-    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
-    if not given or given == "native":
-        try:
-            given = toolchain.choose_archs(visible_cards(torch), supported)
-        except ValueError as error:
-            raise CannotBuild(str(error)) from None
-    unsupported = [arch for arch, _, _ in toolchain.parse_archs(given) if supported and arch not in supported]
-    if unsupported:
-        raise SystemExit(
-            f"TORCH_CUDA_ARCH_LIST={given}: nvcc of {home} does not compile for "
-            f"{', '.join(f'{major}.{minor}' for major, minor in unsupported)}; it knows "
-            f"{', '.join(f'{major}.{minor}' for major, minor in supported)}"
-        )
-    os.environ["TORCH_CUDA_ARCH_LIST"] = given
-    return given
-
-
-def cuda_settings(torch) -> dict:
-    """CUDA home, nvcc version and architectures to build with; raises CannotBuild."""
-    if toolchain.flag("USE_CUDA") is False:
-        raise CannotBuild("USE_CUDA=0 was set when it was built")
-    if torch.version.cuda is None:
-        kind = "for ROCm" if torch.version.hip else "without CUDA"
-        raise CannotBuild(f"torch {torch.__version__} is a build {kind}")
-    home, version = choose_toolkit(torch.version.cuda)
-    return {"home": home, "nvcc": version, "arch_list": set_arch_list(torch, home)}
-
-
-def compiler_flags() -> dict[str, list[str]]:
-    # No -march, in any spelling: a wheel must run on other machines, and an nvcc flag with "arch" in it makes torch
-    # drop every -gencode. No -std: torch adds the one that its headers need. No fast math.
-    return {
-        "cxx": ["-O0", "-g"] if DEBUG else ["-O3", "-g0"],  # else: the -g that Python itself was built with
-        "nvcc": [
-            *(["-O0", "-g", "-G"] if DEBUG else ["-O3", "-lineinfo"]),
-            *(["-Xptxas", "-v"] if PTXAS else []),
-        ],
-    }
-
-
-def openmp_flags(cxx: str) -> tuple[list[str], list[str]]:
-    """(compile, link) flags without which at::parallel_for runs on one thread."""
-    if not sys.platform.startswith("linux"):
-        return [], []
-    if "clang" in toolchain.output_of(*cxx.split(), "--version"):
-        return ["-fopenmp"], ["-fopenmp"]
-    # Not linked: the symbols are found in the libgomp that torch brings, so that both share one pool of threads.
-    return ["-fopenmp"], []
-
-
 def make_extension(torch) -> tuple[object, dict]:
     """(extension, its build record); raises CannotBuild."""
-    problem = toolchain.cxx_problem()
-    if problem:
-        raise CannotBuild(f"{problem}; install a C++17 compiler (such as g++) and Python's development files")
-    cxx = toolchain.find_cxx()
-    os.environ.setdefault("CXX", cxx)
-    if not shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]):
-        os.environ["CC"] = cxx
+    recipe = toolchain.recipe(torch, ROOT / "csrc")
+    if recipe["no_cuda"]:
+        if toolchain.flag("FORCE_CUDA"):
+            raise SystemExit(f"FORCE_CUDA=1, but the CUDA kernels cannot be built: {recipe['no_cuda']}")
+        shout("fused_layernorm: building the CPU kernels only.", recipe["no_cuda"])
     from torch.utils import cpp_extension
 
-    try:
-        cuda, no_cuda = cuda_settings(torch), None
-    except CannotBuild as error:
-        cuda, no_cuda = None, str(error)
-        if toolchain.flag("FORCE_CUDA"):
-            raise SystemExit(f"FORCE_CUDA=1, but the CUDA kernels cannot be built: {no_cuda}") from None
-        shout("fused_layernorm: building the CPU kernels only.", no_cuda)
-
-    def relative(pattern: str) -> list[str]:
-        return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
-
-    flags = compiler_flags()
-    openmp_compile, openmp_link = openmp_flags(cxx)
-    flags["cxx"] += openmp_compile
     settings = {
-        "sources": relative("csrc/*.cpp"),
+        "sources": [path.relative_to(ROOT).as_posix() for path in recipe["sources"]],
         "include_dirs": [str(ROOT / "csrc")],
-        "depends": relative("csrc/*"),
-        "extra_link_args": openmp_link,
+        "depends": sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*")),
+        "extra_link_args": recipe["link"],
         "language": "c++",
     }
-    if cuda:
-        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(cuda["home"])
-        settings["sources"] += relative("csrc/*.cu")
-        settings["define_macros"] = [("FUSED_LAYERNORM_WITH_CUDA", "1")]
-        extension = cpp_extension.CUDAExtension("fused_layernorm_cuda", extra_compile_args=flags, **settings)
+    if recipe["cuda"]:
+        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
+        extension = cpp_extension.CUDAExtension(recipe["name"], extra_compile_args=recipe["flags"], **settings)
         link_runtime_by_version(extension, torch.version.cuda)
     else:
-        extension = cpp_extension.CppExtension("fused_layernorm_cpu", extra_compile_args=flags["cxx"], **settings)
-
-    record = {
-        "extension": extension.name,
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
-        "python": sysconfig.get_python_version(),
-        "cxx": (toolchain.output_of(*cxx.split(), "--version").splitlines() or [cxx])[0],
-        "nvcc": cuda and cuda["nvcc"],
-        "arch_list": cuda and cuda["arch_list"],
-        "no_cuda": no_cuda,
-        "flags": flags if cuda else {"cxx": flags["cxx"]},
-        "debug": DEBUG,
-        "csrc_hash": source_hash(ROOT / "csrc"),
-    }
-    return extension, record
+        extension = cpp_extension.CppExtension(recipe["name"], extra_compile_args=recipe["flags"]["cxx"], **settings)
+    return extension, recipe["record"] | {"csrc_hash": source_hash(ROOT / "csrc")}
 
 
 def link_runtime_by_version(extension, torch_cuda: str) -> None:
@@ -228,16 +112,6 @@ def link_runtime_by_version(extension, torch_cuda: str) -> None:
 # ---- the record of the build, and the commands that write it ---------------------------------------------------------
 
 
-def write_build_info(folder: Path, builds: dict, not_built: str | None) -> None:
-    """fused_layernorm/_build_info.py under `folder`: what _ops.py checks before it loads an extension."""
-    path = folder / "fused_layernorm" / "_build_info.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "# Written by setup.py; not under version control.\n"
-        f"BUILDS = {pprint.pformat(builds, width=110)}\n\nNOT_BUILT = {not_built!r}\n"
-    )
-
-
 def earlier_builds(folder: Path) -> dict:
     """Builds recorded in a source folder for extensions that are still there (for another Python or torch)."""
     path = folder / "fused_layernorm" / "_build_info.py"
@@ -250,7 +124,8 @@ def earlier_builds(folder: Path) -> dict:
 
 def make_build_py(not_built: str | None):
     class BuildPy(build_py):
-        """Never ships the record of an earlier build in this folder; writes one where no extension is built."""
+        """Ships csrc/ inside the package; never the record of an earlier build in this folder, but one where no
+        extension is built."""
 
         def find_package_modules(self, package, package_dir):
             modules = super().find_package_modules(package, package_dir)
@@ -258,11 +133,13 @@ def make_build_py(not_built: str | None):
 
         def run(self):
             super().run()
+            if not getattr(self, "editable_mode", False):
+                shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "fused_layernorm" / "csrc", dirs_exist_ok=True)
             if not_built:
                 if getattr(self, "editable_mode", False):
-                    write_build_info(ROOT, earlier_builds(ROOT), not_built)
+                    toolchain.write_build_info(ROOT, earlier_builds(ROOT), not_built)
                 else:
-                    write_build_info(Path(self.build_lib), {}, not_built)
+                    toolchain.write_build_info(Path(self.build_lib), {}, not_built)
 
     return BuildPy
 
@@ -285,7 +162,7 @@ def make_build_ext(record: dict, temporary: Path):
             in_place = self.inplace or getattr(self, "editable_mode", False)
             folder = ROOT if in_place else Path(self.build_lib)
             others = earlier_builds(folder) if in_place else {}
-            write_build_info(folder, {**others, file_name: record}, None)
+            toolchain.write_build_info(folder, {**others, file_name: record}, None)
 
     return BuildExt
 
@@ -307,7 +184,7 @@ def main() -> None:
             options={"build": {"build_base": "build/none"}},
         )
         return
-    build_base = Path("build") / f"{record['extension']}-torch{record['torch']}{'-debug' if DEBUG else ''}"
+    build_base = Path("build") / f"{record['extension']}-torch{record['torch']}{'-debug' if record['debug'] else ''}"
     setup(
         license=LICENSE,
         ext_modules=[extension],

@@ -162,6 +162,14 @@ def cases():
     for dtype in (bf16, fp32):
         add((1 << 20, 64), dtype=dtype, cuda_only=True)
         add((8, 4_000_003), dtype=dtype, cuda_only=True)
+        add((8, 4_000_000), dtype=dtype, cuda_only=True)
+        add((100, 262152), dtype=dtype, cuda_only=True)  # so many huge rows are cut into groups
+        for hidden_size in (262152, 262153):
+            add((2, hidden_size), dtype=dtype, weight=fp32, bias=None, cuda_only=True)
+            add((2, hidden_size), dtype=dtype, weight=None, cuda_only=True)
+            add((2, hidden_size), dtype=dtype, weight_offset=1.0, out_dtype=fp16, cuda_only=True)
+            add((2, hidden_size), dtype=dtype, layout="offset_by_one", grad_layout="columns", cuda_only=True)
+    add((3, 262146), dtype=fp64, cuda_only=True)
 
     # Weight and bias: each absent, of x's dtype, or fp32 beside a 16-bit x.
     for dtype in (fp16, bf16, fp32, fp64):
@@ -205,6 +213,7 @@ def cases():
     for values in ("mean_1e3", "mean_1e4", "first_is_outlier"):
         add((2, 65536), values=values)
         add((2, 262144), values=values)
+        add((2, 524292), values=values)
 
     # Options.
     for dtype in (fp16, bf16, fp32, fp64):

@@ -13,7 +13,8 @@ python3 setup.py build_ext --inplace > "$out/build.log" 2>&1 || { tail -n 30 "$o
 failed=0
 # shellcheck disable=SC2086
 python3 -m pytest -q -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} --junitxml="$out/tests.xml" \
-  ${TESTS:-test_correctness.py tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
+  ${TESTS:-test_correctness.py tests/test_pytorch.py tests/test_torch_own.py tests/test_reported_failures.py \
+  tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
 tail -n 12 "$out/tests.log"
 python3 benchmarks/record_tests.py "$out/tests.xml" "$out"
 

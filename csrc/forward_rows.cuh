@@ -62,6 +62,49 @@ __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n
   return part;
 }
 
+// Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
+// elements. A barrier of the row, where it has more than a warp.
+template <typename Row, typename T>
+__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch) {
+  const T half = lanes_half_sum<Row, Row::kLanes>(Pair<T>{part.c, part.q});
+  if constexpr (Row::kWarps == 1) {
+    const T other = __shfl_xor_sync(Row::lane_mask(), half, Row::kLanes / 2);
+    const bool upper = threadIdx.x % Row::kLanes >= Row::kLanes / 2;
+    part.c = upper ? other : half;
+    part.q = upper ? half : other;
+  } else {
+    scratch += Row::group() * Row::kWarps;
+    const int lane = threadIdx.x % 32;
+    Moments<T>& mine = scratch[Row::warp()];
+    if (lane == 0) {
+      mine.n = part.n;
+      mine.m = part.m;
+      mine.c = half;
+    }
+    if (lane == 16) mine.q = half;
+    Row::barrier();
+    part = merge_moments<Row::kWarps>(scratch[lane % Row::kWarps], inverse_n);
+  }
+  return part;
+}
+
+// The first `count` elements of a parameter's vector where it is `given`; the others are `neutral`.
+template <int kVec, typename weight_t>
+__device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t* source, int count, bool given,
+                                                                 RawVec<weight_t, kVec> neutral) {
+  if (count >= kVec) {
+    if (given) neutral = load_vec<weight_t, kVec>(source);
+    return neutral;
+  }
+  weight_t elements[kVec];
+  memcpy(elements, &neutral, sizeof(neutral));
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    if (given && i < count) elements[i] = source[i];
+  memcpy(&neutral, elements, sizeof(neutral));
+  return neutral;
+}
+
 // Good enough for a reference point, which only has to lie near the mean; a true division is a call that spills.
 __device__ __forceinline__ float quick_ratio(float sum, int n) { return __fdividef(sum, static_cast<float>(n)); }
 __device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / n; }
@@ -101,5 +144,10 @@ __device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inver
 // Streams long rows through persistent clusters; cudaErrorNotSupported where such rows, or such a card, are not served
 // that way: by hidden_size, dtypes and card alone, as the bits of the two ways differ.
 cudaError_t launch_forward_long(const NormForwardParams& params, cudaStream_t stream);
+
+// Rows that are shared by the whole card (norm_huge.cu).
+bool is_huge_forward(const NormForwardParams& params);
+int64_t forward_huge_workspace(const NormForwardParams& params);
+cudaError_t launch_forward_huge(const NormForwardParams& params, cudaStream_t stream);
 
 }  // namespace fused_layernorm

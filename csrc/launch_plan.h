@@ -252,6 +252,33 @@ constexpr int kColumnLanes = vec > 1 ? 8 : 32;
 constexpr int kColumnBlocks = 1024;       // rows are split over this many column blocks
 constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer rows than this
 
+// ---- huge rows: shared by the whole card, in two launches (norm_huge.cu) ---------------------------------------------
+
+// Longer rows than a cluster of 16 holds at once.
+constexpr int64_t huge_forward_columns(DType x_dtype, DType weight_dtype) {
+  return dtype_bytes(x_dtype) == 2 && weight_dtype == x_dtype ? 262144 : 131072;
+}
+constexpr int64_t kHugeBackwardColumns = 131072;
+
+// What the threads of a block hold at once: vectors of 16 bytes, or elements where rows are not made of those. With 512
+// threads, two blocks an SM, the second forward kernel spills.
+template <typename scalar_t, bool whole>
+struct HugePlan {
+  static constexpr int kVec = whole ? 16 / static_cast<int>(sizeof(scalar_t)) : 1;
+  static constexpr int kFew = sizeof(scalar_t) == 8 ? 2 : 1;  // doubles take twice the registers
+  using Forward = RowPlan<256, (whole ? 4 : 8) / kFew, kVec>;
+  using Sums = RowPlan<256, (whole ? 2 : 4) / kFew, kVec>;
+  using Gradients = RowPlan<256, whole ? 1 : 2 / kFew, kVec>;
+};
+constexpr int kHugeBlocksPerSm = 3;
+constexpr int kHugeGradientWaves = 4;  // of blocks of gradients, where rows are many enough
+constexpr int kHugeRowsAhead = 2;      // rows whose x and grad_output a thread loads at once
+constexpr int kHugeTable = 64;         // rows whose sums a block of gradients merges at once
+
+// Of a row, at most; a multiple of 32. Every block of a second kernel merges all slices of its rows, so what is read
+// for that grows with their square. Three blocks an SM of an H200 take one each.
+constexpr int kHugeSlices = 384;
+
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 
 constexpr int kFinalizeColumns = 32;

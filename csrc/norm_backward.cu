@@ -4,11 +4,12 @@
 //   grad_input = (wdy - x_hat*c1 - c2)*rstd      grad_weight = sum over rows(grad_output*x_hat)
 //                                                grad_bias   = sum over rows(grad_output)
 //
-// Two strategies (launch_plan.h says when). Fused: persistent blocks walk over rows, read x and grad_output once, keep
-// the weight gradients of their rows in registers and leave one partial sum a block. Split: blocks of rows and blocks
-// of columns side by side in one launch. Both take the same steps per row in the same order with pinned rounding, so
-// grad_input has the same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on
-// timing.
+// Two strategies here (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused: persistent blocks
+// walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers and leave one
+// partial sum a block. Split: blocks of rows and blocks of columns side by side in one launch. Both take the same steps
+// per row in the same order with pinned rounding, so grad_input has the same bits either way. Partial sums are added in
+// a fixed order: no atomics, no dependence on timing.
+#include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "launch_plan.h"
 #include "norm_params.h"
@@ -17,107 +18,6 @@
 
 namespace fused_layernorm {
 namespace {
-
-// Rounding pinned: left to itself the compiler may fuse a product into either of two sums, kernel by kernel.
-__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
-__device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, b); }
-
-__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
-
-// What forward saved of a row.
-template <typename T>
-struct SavedStats {
-  T rstd, mean, mean_tail;
-};
-
-// 16-bit x cannot show the mean's tail, and one load a row less is worth 0.03 of the pass at N = 256 (H200, bf16).
-template <typename scalar_t, typename T = acc_type<scalar_t>>
-__device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& params, int64_t row) {
-  const T rstd = __ldg(static_cast<const T*>(params.rstd) + row);
-  if (!params.mean) return {rstd, 0, 0};
-  const T mean = __ldg(static_cast<const T*>(params.mean) + row);
-  if constexpr (sizeof(scalar_t) == 2) return {rstd, mean, 0};
-  return {rstd, mean, __ldg(static_cast<const T*>(params.mean_tail) + row)};
-}
-
-// The same as it is used.
-template <typename scalar_t, typename T = acc_type<scalar_t>>
-struct RowStats : SavedStats<T> {
-  // A row of one element does not spread: with rstd = 0 grad_input is 0 whatever the rounding of the sums.
-  __device__ RowStats(SavedStats<T> saved, const NormBackwardParams& params) : SavedStats<T>(saved) {
-    if (params.mean && params.hidden_size == 1) this->rstd = 0;
-  }
-  __device__ T centered(T x) const {
-    const T difference = sub(x, this->mean);
-    if constexpr (sizeof(scalar_t) == 2) return difference;
-    return sub(difference, this->mean_tail);
-  }
-};
-
-// Of the first `count` elements of a vector; the others are 0.
-template <typename weight_t, int kVec, typename T>
-__device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwardParams& params, int64_t col,
-                                            int count) {
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = i < count;
-  if (!params.weight || count <= 0) return;
-  const weight_t* weight = static_cast<const weight_t*>(params.weight) + col;
-  if (count >= kVec) {
-    unpack(load_vec<weight_t, kVec>(weight), values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) values[i] = static_cast<T>(widen(__ldg(weight + i)));
-  }
-  if (params.weight_offset != 0) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) values[i] += static_cast<T>(params.weight_offset);
-  }
-}
-
-// Adds one vector's part to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). Elements beyond the row are 0 in
-// grad_output, and add nothing.
-template <int kVec, typename Stats, typename T>
-__device__ __forceinline__ void add_to_row(Pair<T>& sums, const Stats& stats, const T (&x)[kVec], const T (&grad)[kVec],
-                                           const T (&weight)[kVec]) {
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    sums.first = fma(mul(grad[i], stats.centered(x[i])), weight[i], sums.first);
-    sums.second = fma(grad[i], weight[i], sums.second);
-  }
-}
-// And to those along the columns.
-template <int kVec, typename Stats, typename T>
-__device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_bias)[kVec], const Stats& stats,
-                                               const T (&x)[kVec], const T (&grad)[kVec]) {
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    grad_weight[i] = fma(mul(grad[i], stats.centered(x[i])), stats.rstd, grad_weight[i]);
-    grad_bias[i] += grad[i];
-  }
-}
-
-// grad_input = (weight*grad_output + (x-mean)*slope + level)*rstd: the formula above with what is one number a row
-// taken together.
-template <int kVec, typename Stats, typename T>
-__device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& stats, Pair<T> row, const T (&x)[kVec],
-                                              const T (&grad)[kVec], const T (&weight)[kVec]) {
-#pragma unroll
-  for (int i = 0; i < kVec; ++i)
-    values[i] = mul(fma(grad[i], weight[i], fma(stats.centered(x[i]), row.first, row.second)), stats.rstd);
-}
-
-// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2.
-template <typename Stats, typename T>
-__device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& stats, const NormBackwardParams& params,
-                                                   T inverse_n) {
-  const T c1 = mul(mul(sums.first, stats.rstd), inverse_n);
-  return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
-}
 
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
@@ -703,13 +603,6 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
   }
 }
 
-// A scalar to a tensor whose dtype is known at run time only.
-template <typename T>
-__device__ __forceinline__ void store_as(void* target, DType dtype, int64_t index, T value) {
-  const T values[1] = {value};
-  store_vec_as<1>(target, dtype, index, values, 1, true);
-}
-
 // The weight gradients of `lanes` vectors of columns, over rows first_row, first_row + row_step, ... Threads lie
 // `lanes` along a row and kBlock/lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec sums.
 template <typename scalar_t, int kVec, int kBlock>
@@ -830,6 +723,19 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
   store_as(gradient, blockIdx.y == 0 ? params.grad_weight_dtype : params.grad_bias_dtype, column, sum);
 }
 
+template <typename T>
+cudaError_t finalize_weight_gradients(const NormBackwardParams& params, int partials, cudaStream_t stream) {
+  const auto launch = [&](auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const OverlappedLaunch sum(
+        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2),
+        dim3(kFinalizeColumns, kRows), stream);
+    return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
+  };
+  if (partials <= kFewPartials) return launch(std::integral_constant<int, 4>{});
+  return launch(std::integral_constant<int, kFinalizeRows>{});
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 // How a fused kernel runs on the current device in clusters of `cluster`: as deep a ring as fits, up to the plan's, and
@@ -939,7 +845,13 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, F&& f) {
 
 }  // namespace
 
+cudaError_t launch_backward_finalize(const NormBackwardParams& params, int partials, cudaStream_t stream) {
+  return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, stream)
+                                           : finalize_weight_gradients<float>(params, partials, stream);
+}
+
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
+  if (is_huge_backward(params)) return backward_huge_workspace(params);
   int64_t bytes = 0;
   dispatch_backward(params, [&](auto types, auto, const BackwardLaunch& launch) {
     using acc_t = acc_type<typename decltype(types)::scalar_t>;
@@ -950,6 +862,7 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
 }
 
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream) {
+  if (is_huge_backward(params)) return launch_backward_huge(params, stream);
   return dispatch_backward(params, [&](auto types, auto plan, const BackwardLaunch& launch) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
@@ -973,15 +886,7 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
       if (error != cudaSuccess) return error;
     }
     if (launch.partials == 0) return cudaSuccess;
-    const auto finalize = [&](auto rows) {
-      constexpr int kRows = decltype(rows)::value;
-      const OverlappedLaunch sum(
-          dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2),
-          dim3(kFinalizeColumns, kRows), stream);
-      return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<acc_t, kRows>, params, launch.partials);
-    };
-    if (launch.partials <= kFewPartials) return finalize(std::integral_constant<int, 4>{});
-    return finalize(std::integral_constant<int, kFinalizeRows>{});
+    return finalize_weight_gradients<acc_t>(params, launch.partials, stream);
   });
 }
 

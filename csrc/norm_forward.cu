@@ -4,7 +4,8 @@
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
 // Here each row is in the registers of a group of threads, or of a cluster. How the statistics are put together is said
-// in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu).
+// in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu), or shared
+// by the whole card (norm_huge.cu).
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
@@ -14,32 +15,6 @@
 
 namespace fused_layernorm {
 namespace {
-
-// Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
-// elements. A barrier of the row, where it has more than a warp.
-template <typename Row, typename T>
-__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch) {
-  const T half = lanes_half_sum<Row, Row::kLanes>(Pair<T>{part.c, part.q});
-  if constexpr (Row::kWarps == 1) {
-    const T other = __shfl_xor_sync(Row::lane_mask(), half, Row::kLanes / 2);
-    const bool upper = threadIdx.x % Row::kLanes >= Row::kLanes / 2;
-    part.c = upper ? other : half;
-    part.q = upper ? half : other;
-  } else {
-    scratch += Row::group() * Row::kWarps;
-    const int lane = threadIdx.x % 32;
-    Moments<T>& mine = scratch[Row::warp()];
-    if (lane == 0) {
-      mine.n = part.n;
-      mine.m = part.m;
-      mine.c = half;
-    }
-    if (lane == 16) mine.q = half;
-    Row::barrier();
-    part = merge_moments<Row::kWarps>(scratch[lane % Row::kWarps], inverse_n);
-  }
-  return part;
-}
 
 // Calls f(v, whole) for each of a thread's vectors: `whole` is true where every thread of the row has all of its
 // vector, of `elements` in all. Decided for four vectors at once, by what is the same for all threads of the row.
@@ -58,23 +33,6 @@ __device__ __forceinline__ void for_each_vec(int elements, F&& f) {
         if (v * Plan::kThreads * Plan::kVec < elements) f(v, std::false_type{});
     }
   }
-}
-
-// The first `count` elements of a parameter's vector where it is `given`; the others are `neutral`.
-template <int kVec, typename weight_t>
-__device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t* source, int count, bool given,
-                                                                 RawVec<weight_t, kVec> neutral) {
-  if (count >= kVec) {
-    if (given) neutral = load_vec<weight_t, kVec>(source);
-    return neutral;
-  }
-  weight_t elements[kVec];
-  memcpy(elements, &neutral, sizeof(neutral));
-#pragma unroll
-  for (int i = 0; i < kVec; ++i)
-    if (given && i < count) elements[i] = source[i];
-  memcpy(&neutral, elements, sizeof(neutral));
-  return neutral;
 }
 
 // Part of a row on its way between memory and the registers of its threads, for 16-bit rows that begin anywhere: in
@@ -344,11 +302,16 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 
 }  // namespace
 
+int64_t norm_forward_workspace_cuda(const NormForwardParams& params) {
+  return is_huge_forward(params) ? forward_huge_workspace(params) : 0;
+}
+
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream) {
   int device = 0;
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
   if (error != cudaSuccess) return error;
+  if (is_huge_forward(params)) return launch_forward_huge(params, stream);
   if (is_long_row(params.x_dtype, params.hidden_size)) {
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;

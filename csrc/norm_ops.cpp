@@ -217,9 +217,14 @@ Dropout dropout_of(const Tensor& philox, double p) {
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-void launch(const NormForwardParams& params, const Tensor& x) {
+void launch(NormForwardParams& params, const Tensor& x) {
 #ifdef FUSED_LAYERNORM_WITH_CUDA
   if (x.is_cuda()) {
+    Tensor workspace;
+    if (const int64_t bytes = norm_forward_workspace_cuda(params)) {
+      workspace = empty({bytes}, at::kByte, x);
+      params.workspace = workspace.mutable_data_ptr();
+    }
     C10_CUDA_CHECK(
         static_cast<cudaError_t>(launch_norm_forward_cuda(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
     return;

@@ -87,6 +87,8 @@ struct NormForwardParams {
   void* mean;
   void* mean_tail;
 
+  void* workspace;  // norm_forward_workspace_cuda() bytes, 16-byte aligned; contents undefined before and after
+
   RowStrides x_strides;
   int64_t rows;         // >= 1: the caller returns early when there is nothing to do
   int64_t hidden_size;  // >= 1
@@ -145,6 +147,7 @@ struct DropoutMaskParams {
 // asked of the same plan that the launcher follows.
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
+int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
 
 void launch_norm_forward_cpu(const NormForwardParams& params);

@@ -2,7 +2,9 @@
 
 __version__ = "0.1.0"
 
-from . import _ops
+from . import _ops, _source_hash
+from ._jit import build
+from ._profile import ProfileReport, profile
 from .functional import (
     fused_adaptive_layer_norm,
     fused_adaptive_rms_norm,
@@ -20,14 +22,18 @@ __all__ = [
     "FusedAddRMSNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "ProfileReport",
     "ReplaceReport",
     "backend",
+    "build",
     "fused_adaptive_layer_norm",
     "fused_adaptive_rms_norm",
     "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_layer_norm",
     "fused_rms_norm",
+    "include_dir",
+    "profile",
     "replace_norms",
     "restore_norms",
 ]
@@ -36,3 +42,8 @@ __all__ = [
 def backend() -> str:
     """Which kernels this process loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch operations)."""
     return _ops.backend
+
+
+def include_dir() -> str:
+    """The folder of vector_io.cuh, reduce.cuh and dispatch.cuh, for kernels of your own (docs/extending.md)."""
+    return str(_source_hash.CSRC)

@@ -1,14 +1,19 @@
-"""`python -m fused_layernorm [--json]`: what is installed, which kernels run here, and why. Exit status 1: broken."""
+"""`python -m fused_layernorm [--json]`: what is installed, which kernels run here, and why. Exit status 1: broken.
+
+`python -m fused_layernorm profile FILE.py:FUNCTION`: what the norms of a model cost, before and after replace_norms.
+"""
 
 import argparse
+import importlib
 import json
 import platform
+import runpy
 import shutil
 import sys
 
 import torch
 
-from . import __version__, _ops, _toolchain
+from . import __version__, _ops, _toolchain, profile
 from ._source_hash import source_hash
 
 
@@ -104,11 +109,39 @@ def print_diagnosis(found: dict) -> None:
         line("PROBLEM", problem)
 
 
+def call_target(target: str):
+    """What the function named by "file.py:function" or "package.module:function" returns."""
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        found = runpy.run_path(place).get(name)
+    else:
+        found = getattr(importlib.import_module(place), name, None) if place else None
+    if not callable(found):
+        raise SystemExit(f"{target}: no such function; wanted FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    return found()
+
+
+def to_device(value, device: str | None):
+    return value if device is None else torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), value)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fused_layernorm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fused_layernorm", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    command = parser.add_subparsers(dest="command").add_parser("profile", help="what the norms of a model cost")
+    command.add_argument("target", help="FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION that returns (model, batch)")
+    command.add_argument("--train", action="store_true", help="forward and backward, of the model in train mode")
+    command.add_argument("--device", help="move model and batch there first, such as cuda")
+    command.add_argument("--seconds", type=float, default=2.0, help="about how long to measure (default: %(default)s)")
+    arguments = parser.parse_args()
+    if arguments.command == "profile":
+        model, batch = call_target(arguments.target)
+        model = (model if arguments.device is None else model.to(arguments.device)).train(arguments.train)
+        batch = to_device(batch, arguments.device)
+        print(profile(model, batch, train=arguments.train, seconds=arguments.seconds))
+        return 0
     found = diagnose()
-    if parser.parse_args().json:
+    if arguments.json:
         print(json.dumps(found, indent=2))
     else:
         print_diagnosis(found)

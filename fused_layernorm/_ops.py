@@ -4,6 +4,8 @@ the operators: their fake implementations and DTensor's sharding rules.
 `backend` is "cuda" (fused_layernorm_cuda: CUDA and CPU kernels), "cpu" (CPU kernels only) or "reference" (PyTorch
 operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
 the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
+One that build() left in torch's cache is next to one that is installed; FUSED_LAYERNORM_JIT=1 compiles it there where
+neither fits (_jit.py).
 """
 
 import functools
@@ -20,12 +22,12 @@ import torch  # before the extension: its libraries are what the extension is li
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import reference
+from . import _jit, _source_hash, _toolchain, reference
 
 # In a source folder in place, as an extension there goes before one in site-packages.
 _IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
 MEND = f"pip install --no-build-isolation --force-reinstall --no-deps {'-e ' if _IN_SOURCES else ''}."
-_MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_layernorm.'
+_MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_layernorm, or call fused_layernorm.build().'
 
 
 class _Loaded(NamedTuple):
@@ -60,30 +62,76 @@ def _build_record(folder: Path) -> dict:
     return runpy.run_path(str(path)) if path.exists() else {}
 
 
-def _try_extension(name: str) -> tuple[Any, dict | None, str | None]:
-    """(module, build record, why it does not work); all None where there is no such extension."""
+def _installed(name: str) -> Any:
+    """The spec of an extension that was installed, or None."""
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        return None, None, None
+    return spec if spec is not None and spec.origin is not None else None
+
+
+def _compiled_here(name: str) -> Any:
+    """The spec of an extension that build() left in torch's cache, or None. One of other sources is no extension."""
+    path = _jit.library(name)
+    if not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location(name, path)
+    info = _record_of(spec)
+    return spec if info and info["csrc_hash"] == _source_hash.source_hash() else None
+
+
+def _record_of(spec) -> dict | None:
     # The record lies beside the extension, which need not be beside this file: running from a source folder that is
     # not installed, Python takes the package from there and the extension from site-packages.
     origin = Path(spec.origin)
-    info = _build_record(origin.parent).get("BUILDS", {}).get(origin.name)
+    return _build_record(origin.parent).get("BUILDS", {}).get(origin.name)
+
+
+def _try_extension(spec, must_be_fresh: bool = False) -> tuple[Any, dict | None, str | None]:
+    """(module, build record, why it does not work)."""
+    info = _record_of(spec)
     failure = _mismatch(info) if info else None
+    if failure is None and must_be_fresh and info and info.get("csrc_hash") != _source_hash.source_hash():
+        failure = "its sources have changed since it was built"
     if failure is None:
         try:
-            return importlib.import_module(name), info, None
+            module = sys.modules.get(spec.name)
+            if module is None:
+                module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            return module, info, None
         except (ImportError, OSError) as error:
+            sys.modules.pop(spec.name, None)
             failure = f"it does not load ({error})"
-    return None, info, f"{name} cannot be used: {failure}"
+    return None, info, f"{spec.name} cannot be used: {failure}"
 
 
-def _load(choice: str, strict: bool) -> _Loaded:
+def _needs_compiling(choice: str) -> bool:
+    """Whether FUSED_LAYERNORM_JIT=1 has something to do: nothing that is there was made of these sources for this
+    torch, or what is there leaves out CUDA where build() was never asked."""
+    for name in _jit.NAMES[1:] if choice == "cpu" else _jit.NAMES:
+        if _compiled_here(name):
+            return False
+        spec = _installed(name)
+        info = spec and _record_of(spec)
+        fits = info and not _mismatch(info) and info["csrc_hash"] == _source_hash.source_hash()
+        if fits and (name == _jit.NAMES[0] or choice == "cpu" or torch.version.cuda is None):
+            return False
+    return True
+
+
+def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
     """Pick a backend; `choice` is "auto" or a backend that must be had. Warns about an extension that is broken."""
     if choice not in ("auto", "cuda", "cpu", "reference"):
         raise ImportError(f"FUSED_LAYERNORM_BACKEND must be auto, cuda, cpu or reference, got {choice!r}")
     if choice == "reference":
         return _Loaded(None, "reference", "FUSED_LAYERNORM_BACKEND=reference", None, None)
+
+    fresh = compile_missing  # then what is stale is used only if it cannot be compiled anew
+    if compile_missing and _needs_compiling(choice):
+        try:
+            _jit.build()
+        except RuntimeError as error:
+            _complain(f"FUSED_LAYERNORM_JIT=1: {error}", "What there is without it is used.", strict)
+            fresh = False
 
     failures = []
     candidates = [("fused_layernorm_cuda", "cuda"), ("fused_layernorm_cpu", "cpu")]
@@ -91,18 +139,22 @@ def _load(choice: str, strict: bool) -> _Loaded:
         del candidates[1]
     elif choice == "cpu":
         candidates.reverse()  # either has the CPU kernels
-    for name, backend in candidates:
-        module, info, failure = _try_extension(name)
+    specs = [
+        (spec, backend) for name, backend in candidates for spec in (_installed(name), _compiled_here(name)) if spec
+    ]
+    for spec, backend in specs:
+        module, info, failure = _try_extension(spec, fresh)
         if failure:
             failures.append(failure)
         if module is None:
             continue
+        name = spec.name
         reason = f"{name} loaded" if choice == "auto" else f"{name} loaded, FUSED_LAYERNORM_BACKEND={choice}"
         if backend == "cpu" and info and info.get("no_cuda"):
             reason += f"; no CUDA kernels: {info['no_cuda']}"
         # One source folder may hold a build for a CUDA torch and one for a CPU torch: the one that does not fit is
         # then nobody's problem, unless this torch could have used it.
-        problem = f"{failures[0]}. {_MEND_SENTENCE}" if failures and torch.version.cuda else None
+        problem = f"{failures[0]}. {_MEND_SENTENCE}" if failures and torch.version.cuda and backend == "cpu" else None
         if problem:
             reason += f"; {failures[0]}"
             _complain(problem, "CUDA tensors run on the slower PyTorch reference.", strict)
@@ -125,7 +177,9 @@ def _complain(problem: str, consequence: str, strict: bool) -> None:
 
 
 _choice = os.environ.get("FUSED_LAYERNORM_BACKEND", "").strip().lower() or "auto"
-extension, backend, reason, build_info, problem = _load(_choice, os.environ.get("FUSED_LAYERNORM_STRICT") == "1")
+extension, backend, reason, build_info, problem = _load(
+    _choice, os.environ.get("FUSED_LAYERNORM_STRICT") == "1", bool(_toolchain.flag("FUSED_LAYERNORM_JIT"))
+)
 
 _KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]
 

@@ -6,7 +6,9 @@ Needs neither torch nor the package: setup.py loads it by path; `python fused_la
 import hashlib
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+_PACKAGE = Path(__file__).resolve().parent
+# Installed, the sources lie in the package (setup.py puts them there); in the source folder, beside it.
+CSRC = _PACKAGE / "csrc" if (_PACKAGE / "csrc").exists() else _PACKAGE.parent / "csrc"
 
 
 def source_hash(csrc: Path = CSRC) -> str | None:

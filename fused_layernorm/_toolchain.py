@@ -1,9 +1,12 @@
-"""What a machine can build and run: compilers, CUDA toolkits, GPU architectures. Used by setup.py and the diagnosis.
+"""What a machine can build and run (compilers, CUDA toolkits, GPU architectures), and how the extension is compiled on
+it: for setup.py, build() and the diagnosis.
 
-Needs neither torch nor the package: setup.py loads this file by path. A compute capability is a pair such as (9, 0).
+Needs neither torch, which it is given, nor the package: setup.py loads this file by path. A compute capability is a
+pair such as (9, 0).
 """
 
 import os
+import pprint
 import re
 import shlex
 import shutil
@@ -140,6 +143,148 @@ def covers(arch_list: str, card: tuple[int, int]) -> bool:
         if suffix != "a" and arch < card and (arch[0] == card[0] or (ptx and not suffix)):
             return True
     return False
+
+
+# ---- what is compiled, and how ---------------------------------------------------------------------------------------
+
+
+class CannotBuild(Exception):
+    """Why an extension, or its CUDA half, cannot be built here."""
+
+
+def choose_toolkit(torch_cuda: str) -> tuple[Path, str]:
+    """(CUDA home, nvcc version) of a toolkit of the same major version as torch's CUDA."""
+    toolkits = find_toolkits()
+    major = torch_cuda.split(".")[0]
+    for home, version in toolkits:
+        if version.split(".")[0] == major:
+            return home, version
+    if not toolkits:
+        raise CannotBuild(
+            f"no CUDA compiler (nvcc with the toolkit's headers) was found for torch's CUDA {torch_cuda}; install the "
+            f"CUDA toolkit {major}.x and set CUDA_HOME to it"
+        )
+    home, version = toolkits[0]
+    raise CannotBuild(
+        f"nvcc is of CUDA {version} ({home}) but torch was built for CUDA {torch_cuda}; their major versions must be "
+        f"equal: set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch built for CUDA {version.split('.')[0]}"
+    )
+
+
+def visible_cards(torch) -> list[tuple[int, int]]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+
+
+def set_arch_list(torch, home: Path) -> str:
+    """Fill in TORCH_CUDA_ARCH_LIST, which torch's build reads; complain of what nvcc does not support."""
+    supported = nvcc_archs(home)
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    if not given or given == "native":
+        try:
+            given = choose_archs(visible_cards(torch), supported)
+        except ValueError as error:
+            raise CannotBuild(str(error)) from None
+    unsupported = [arch for arch, _, _ in parse_archs(given) if supported and arch not in supported]
+    if unsupported:
+        raise SystemExit(
+            f"TORCH_CUDA_ARCH_LIST={given}: nvcc of {home} does not compile for "
+            f"{', '.join(f'{major}.{minor}' for major, minor in unsupported)}; it knows "
+            f"{', '.join(f'{major}.{minor}' for major, minor in supported)}"
+        )
+    os.environ["TORCH_CUDA_ARCH_LIST"] = given
+    return given
+
+
+def cuda_settings(torch) -> dict:
+    """CUDA home, nvcc version and architectures to build with; raises CannotBuild."""
+    if flag("USE_CUDA") is False:
+        raise CannotBuild("USE_CUDA=0 was set when it was built")
+    if torch.version.cuda is None:
+        kind = "for ROCm" if torch.version.hip else "without CUDA"
+        raise CannotBuild(f"torch {torch.__version__} is a build {kind}")
+    home, version = choose_toolkit(torch.version.cuda)
+    return {"home": home, "nvcc": version, "arch_list": set_arch_list(torch, home)}
+
+
+def compiler_flags() -> dict[str, list[str]]:
+    # No -march, in any spelling: a wheel must run on other machines, and an nvcc flag with "arch" in it makes torch
+    # drop every -gencode. No -std: torch adds the one that its headers need. No fast math.
+    debug = flag("DEBUG")
+    return {
+        "cxx": ["-O0", "-g"] if debug else ["-O3", "-g0"],  # else: the -g that Python itself was built with
+        "nvcc": [
+            *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"]),
+            *(["-Xptxas", "-v"] if flag("FUSED_LAYERNORM_PTXAS") else []),
+        ],
+    }
+
+
+def openmp_flags(cxx: str) -> tuple[list[str], list[str]]:
+    """(compile, link) flags without which at::parallel_for runs on one thread."""
+    if not sys.platform.startswith("linux"):
+        return [], []
+    if "clang" in output_of(*cxx.split(), "--version"):
+        return ["-fopenmp"], ["-fopenmp"]
+    # Not linked: the symbols are found in the libgomp that torch brings, so that both share one pool of threads.
+    return ["-fopenmp"], []
+
+
+def recipe(torch, csrc: Path) -> dict:
+    """What to compile for this torch here, and how; raises CannotBuild. Sets the environment that torch's build reads.
+
+    name; sources; flags of cxx and nvcc; link; cuda (home, nvcc and arch_list, or None); no_cuda (why not, or None);
+    record: what is written down about the build, but for the hash of the sources.
+    """
+    problem = cxx_problem()
+    if problem:
+        raise CannotBuild(f"{problem}; install a C++17 compiler (such as g++) and Python's development files")
+    cxx = find_cxx()
+    os.environ.setdefault("CXX", cxx)
+    if not shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]):
+        os.environ["CC"] = cxx
+    try:
+        cuda, no_cuda = cuda_settings(torch), None
+    except CannotBuild as error:
+        cuda, no_cuda = None, str(error)
+
+    name = "fused_layernorm_cuda" if cuda else "fused_layernorm_cpu"
+    sources = sorted(csrc.glob("*.cpp"))
+    flags = compiler_flags()
+    openmp_compile, link = openmp_flags(cxx)
+    flags["cxx"] += openmp_compile
+    if cuda:
+        os.environ["CUDA_HOME"] = str(cuda["home"])
+        sources += sorted(csrc.glob("*.cu"))
+        for language in flags:
+            flags[language] = ["-DFUSED_LAYERNORM_WITH_CUDA=1", *flags[language]]
+    else:
+        del flags["nvcc"]
+    record = {
+        "extension": name,
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": sysconfig.get_python_version(),
+        "cxx": (output_of(*cxx.split(), "--version").splitlines() or [cxx])[0],
+        "nvcc": cuda and cuda["nvcc"],
+        "arch_list": cuda and cuda["arch_list"],
+        "no_cuda": no_cuda,
+        "flags": flags,
+        "debug": bool(flag("DEBUG")),
+    }
+    return {"name": name, "sources": sources, "flags": flags, "link": link, "cuda": cuda, "no_cuda": no_cuda,
+            "record": record}  # fmt: skip
+
+
+def write_build_info(folder: Path, builds: dict, not_built: str | None) -> None:
+    """fused_layernorm/_build_info.py under `folder`: what _ops.py checks before it loads an extension."""
+    path = folder / "fused_layernorm" / "_build_info.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "# Written by the build; not under version control.\n"
+        f"BUILDS = {pprint.pformat(builds, width=110)}\n\nNOT_BUILT = {not_built!r}\n"
+    )
 
 
 if __name__ == "__main__":  # `python _toolchain.py 13`: is there a CUDA 13 toolkit? CI asks, before it installs one

@@ -74,7 +74,8 @@ def fused_layer_norm(
 
     Args:
         x: input of shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64. Rows may be strided; they
-            are read in place where the elements of one row are adjacent.
+            are read in place where the elements of one row are adjacent (on CUDA, rows made of whole 16 bytes also must
+            begin at multiples of 16 bytes), else copied first.
         weight: scale :math:`w` of shape ``normalized_shape``, of x's dtype or float32; None stands for 1.
         bias: shift :math:`b` of shape ``normalized_shape``, of x's dtype or float32; None stands for 0.
         eps: added to the variance.

@@ -1,12 +1,16 @@
-"""What the tests of replace_norms share: models with norms worth looking at, and how their results are judged."""
+"""What tests share: models with norms worth looking at, how their results are judged, how a process compiles."""
 
 import copy
 import importlib
+import os
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from fused_layernorm import replace_norms, restore_norms
+from fused_layernorm import _toolchain, replace_norms, restore_norms
 
 DEVICES = [
     "cpu",
@@ -15,6 +19,19 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
     ),
 ]
+
+
+def build_environment(device):
+    """Environment variables for a process that compiles an extension for `device`; skips the test where none can."""
+    # ninja may lie beside Python without being on PATH.
+    environment = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    if _toolchain.cxx_problem() or not shutil.which("ninja", path=environment["PATH"]):
+        pytest.skip(f"needs a compiler and ninja: {_toolchain.cxx_problem() or 'no ninja'}")
+    if device == "cpu":  # on a machine with a card, too
+        return environment | {"USE_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}
+    # torch takes the folder above the nvcc on PATH for the toolkit, which may be a script elsewhere.
+    toolkits = _toolchain.find_toolkits()
+    return environment | ({"CUDA_HOME": str(toolkits[0][0])} if toolkits else {})
 
 
 def package(name):

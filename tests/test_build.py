@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import build_environment
 
-from fused_layernorm import _ops, _toolchain
+from fused_layernorm import _jit, _ops, _toolchain
 from fused_layernorm._source_hash import source_hash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +44,7 @@ def fake(tmp_path, monkeypatch):
         return None if hidden else spec
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))  # what build() left for this user is not meant
 
     def make(name: str, build: dict | None, content: str | bytes = "norm_forward = norm_backward = len\n") -> None:
         if isinstance(content, bytes):
@@ -290,38 +293,37 @@ def setup_py():
     return runpy.run_path(str(ROOT / "setup.py"), run_name="setup_py")
 
 
-def test_compiler_flags(setup_py):
-    flags = setup_py["compiler_flags"]()
+def test_compiler_flags():
+    flags = _toolchain.compiler_flags()
     everything = " ".join(flags["cxx"] + flags["nvcc"])
     for unwanted in ("arch", "native", "fast_math", "fast-math", "-std", "-Ofast"):
         assert unwanted not in everything
 
 
-def test_nvcc_of_another_major_version(setup_py, monkeypatch):
-    toolchain = setup_py["toolchain"]
-    monkeypatch.setattr(toolchain, "find_toolkits", lambda: [(Path("/opt/cuda-12"), "12.8"), (Path("/c13"), "13.2")])
-    assert setup_py["choose_toolkit"]("13.0") == (Path("/c13"), "13.2")
+def test_nvcc_of_another_major_version(monkeypatch):
+    monkeypatch.setattr(_toolchain, "find_toolkits", lambda: [(Path("/opt/cuda-12"), "12.8"), (Path("/c13"), "13.2")])
+    assert _toolchain.choose_toolkit("13.0") == (Path("/c13"), "13.2")
     with pytest.raises(
-        setup_py["CannotBuild"], match=r"nvcc is of CUDA 12\.8 \(/opt/cuda-12\).*for CUDA 11\.8.*set CUDA_HOME"
+        _toolchain.CannotBuild, match=r"nvcc is of CUDA 12\.8 \(/opt/cuda-12\).*for CUDA 11\.8.*set CUDA_HOME"
     ):
-        setup_py["choose_toolkit"]("11.8")
-    monkeypatch.setattr(toolchain, "find_toolkits", lambda: [])
-    with pytest.raises(setup_py["CannotBuild"], match=r"no CUDA compiler.*CUDA 13\.0.*CUDA_HOME"):
-        setup_py["choose_toolkit"]("13.0")
+        _toolchain.choose_toolkit("11.8")
+    monkeypatch.setattr(_toolchain, "find_toolkits", lambda: [])
+    with pytest.raises(_toolchain.CannotBuild, match=r"no CUDA compiler.*CUDA 13\.0.*CUDA_HOME"):
+        _toolchain.choose_toolkit("13.0")
 
 
-def test_architecture_that_nvcc_does_not_know(setup_py, monkeypatch):
-    monkeypatch.setattr(setup_py["toolchain"], "nvcc_archs", lambda home: NVCC_13)
+def test_architecture_that_nvcc_does_not_know(monkeypatch):
+    monkeypatch.setattr(_toolchain, "nvcc_archs", lambda home: NVCC_13)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0;9.0")
     with pytest.raises(SystemExit, match=r"does not compile for 7\.0; it knows 7\.5"):
-        setup_py["set_arch_list"](torch, Path("/c13"))
+        _toolchain.set_arch_list(torch, Path("/c13"))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
-    assert setup_py["set_arch_list"](torch, Path("/c13")) == "9.0+PTX"
+    assert _toolchain.set_arch_list(torch, Path("/c13")) == "9.0+PTX"
 
 
 def test_record_of_a_build_keeps_its_neighbours(setup_py, tmp_path):
     (tmp_path / "a.so").touch()
-    setup_py["write_build_info"](tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
+    _toolchain.write_build_info(tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
     assert setup_py["earlier_builds"](tmp_path) == {"a.so": {"torch": "1"}}
     assert _ops._build_record(tmp_path).get("NOT_BUILT", 0) is None
     assert setup_py["earlier_builds"](tmp_path / "nowhere") == {}
@@ -339,3 +341,125 @@ def test_source_hash(tmp_path):
     assert source_hash(tmp_path) != first
     printed = run_python(str(ROOT / "fused_layernorm" / "_source_hash.py")).stdout.strip()
     assert printed == source_hash(ROOT / "csrc")
+
+
+# ---- build() and FUSED_LAYERNORM_JIT=1 -------------------------------------------------------------------------------
+
+# An extension that compiles in seconds, in place of the real one: what _ops.py takes from it, and nothing else.
+SMALL_EXTENSION = """
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  for (const char* name : {"norm", "takes_kernel", "norm_forward", "norm_backward", "set_differentiable_backward",
+                           "take_no_cuda_tensors"})
+    module.def(name, [](pybind11::args) {});
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def not_built(tmp_path_factory):
+    """not_built(code, **environment): run code where the package has no extension, but sources that compile."""
+    environment_of_build = build_environment("cpu")
+    folder = tmp_path_factory.mktemp("not_built")
+    ignore = shutil.ignore_patterns("_build_info.py", "__pycache__", "csrc")
+    shutil.copytree(ROOT / "fused_layernorm", folder / "fused_layernorm", ignore=ignore)
+    (folder / "csrc").mkdir()
+    (folder / "csrc" / "small.cpp").write_text(SMALL_EXTENSION)
+    hide = "import importlib.util as u; real = u.find_spec\n"
+    hide += f"u.find_spec = lambda name, package=None: None if name in {NAMES} else real(name, package)\n"
+
+    def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_LAYERNORM")}
+        clean |= environment_of_build | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+        command = [sys.executable, "-c", hide + code]
+        return subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True)
+
+    run.folder = folder
+    return run
+
+
+SHOW = "import fused_layernorm as f; print(f.backend(), getattr(f._ops.extension, '__file__', None))"
+
+
+def test_jit(not_built):
+    """The stations of one cache folder, in order: each is where the one before has left it."""
+    library = not_built.folder / "cache" / _jit.cache_folder().name / NAMES[1] / f"{NAMES[1]}.so"
+    source = not_built.folder / "csrc" / "small.cpp"
+
+    compiled = not_built(SHOW, FUSED_LAYERNORM_JIT="1")
+    assert compiled.stdout.split() == ["cpu", str(library)], compiled.stderr
+    assert "fused_layernorm: compiling the kernels into" in compiled.stderr and "compiled, " in compiled.stderr
+    made = library.stat().st_mtime_ns
+
+    again = not_built(f"{SHOW}; import sys; print('later', file=sys.stderr); print(f.build())")
+    assert again.stdout.split() == [*compiled.stdout.split(), str(library)]  # found without the variable, too
+    assert again.stderr.startswith("later"), "it was compiled at import"
+    assert library.stat().st_mtime_ns == made, "it was compiled though nothing had changed"
+
+    source.write_text(SMALL_EXTENSION + "#error not this way\n")  # what is in the cache is stale: not used
+    broken = not_built(SHOW, FUSED_LAYERNORM_JIT="1")
+    assert broken.stdout.split() == ["reference", "None"]
+    assert "RuntimeWarning: FUSED_LAYERNORM_JIT=1" in broken.stderr and "not this way" in broken.stderr
+
+
+def test_jit_that_fails(fake, monkeypatch):
+    def build():
+        raise RuntimeError("no ninja")
+
+    monkeypatch.setattr(_jit, "build", build)
+    assert load_silently().backend == "reference"  # nobody asked for it to be compiled
+    with pytest.warns(RuntimeWarning, match="FUSED_LAYERNORM_JIT=1: no ninja"):
+        assert _ops._load("auto", strict=False, compile_missing=True).backend == "reference"
+    with pytest.raises(ImportError, match="FUSED_LAYERNORM_JIT=1: no ninja"):
+        _ops._load("auto", strict=True, compile_missing=True)
+    fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "csrc_hash": "of others"})
+    with pytest.warns(RuntimeWarning, match="What there is without it is used"):
+        assert _ops._load("auto", strict=False, compile_missing=True).backend == "cpu"  # better stale than none
+
+
+def test_recipe_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(_toolchain, "find_cxx", lambda: None)
+    with pytest.raises(_toolchain.CannotBuild, match=r"no C\+\+ compiler was found"):
+        _toolchain.recipe(torch, ROOT / "csrc")
+
+
+def test_sources_come_with_the_package(tmp_path):
+    """build() and include_dir() need them where there is no source folder."""
+    # With no compiler to be found it installs what is there, and compiles nothing.
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "PATH": "/nowhere", "CXX": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    assert source_hash(tmp_path / "fused_layernorm" / "csrc") == source_hash(ROOT / "csrc")
+    assert (tmp_path / "fused_layernorm" / "__init__.py").exists()
+    assert not (tmp_path / "fused_layernorm" / "_build_info.py").read_text().count("fused_layernorm_c")
+
+
+def test_stale_extension_is_compiled_anew(fake, monkeypatch):
+    """With FUSED_LAYERNORM_JIT=1, an installed extension of other sources gives way to what build() makes."""
+    built = []
+
+    def build():
+        built.append(True)
+        path = _jit.library("fused_layernorm_cpu")
+        path.parent.mkdir(parents=True)
+        path.write_text("norm_forward = norm_backward = len\n")
+        name = {path.name: {**record("fused_layernorm_cpu"), "csrc_hash": source_hash()}}
+        _toolchain.write_build_info(path.parent, name, None)
+
+    monkeypatch.setattr(_jit, "build", build)
+    monkeypatch.setattr(_jit, "library", lambda name: fake.folder / "cache" / name / f"{name}.py")
+    fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "csrc_hash": "of others"})
+    assert Path(load_silently().extension.__file__).parent == fake.folder and not built  # not asked for: used as it is
+    sys.modules.pop("fused_layernorm_cpu")
+    loaded = _ops._load("auto", strict=True, compile_missing=True)
+    assert Path(loaded.extension.__file__).parent == fake.folder / "cache" / "fused_layernorm_cpu" and len(built) == 1
+    sys.modules.pop("fused_layernorm_cpu")
+    _ops._load("auto", strict=True, compile_missing=True)
+    assert len(built) == 1  # the next import finds it
+
+
+def test_fresh_extension_is_not_compiled_anew(fake, monkeypatch):
+    monkeypatch.setattr(_jit, "build", lambda: pytest.fail("it was compiled"))
+    name = NAMES[torch.version.cuda is None]
+    fake(name, {**record(name), "csrc_hash": source_hash()})
+    assert _ops._load("auto", strict=True, compile_missing=True).extension.__name__ == name

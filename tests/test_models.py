@@ -150,12 +150,12 @@ each_model = pytest.mark.parametrize("model", MODELS, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def on_one_thread():
     """The models are tiny: threads that wait for a busy core are slower than none."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    from test_correctness import one_thread  # here, as this file also runs as a script, which does not find that one
+
+    with one_thread():
+        yield
 
 
 # ---- before and after ----------------------------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+// What the backward kernels share: the steps of one row. norm_backward.cu has the formulas.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "norm_params.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+
+// Rounding pinned: left to itself the compiler may fuse a product into either of two sums, kernel by kernel.
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, b); }
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+// What forward saved of a row.
+template <typename T>
+struct SavedStats {
+  T rstd, mean, mean_tail;
+};
+
+// 16-bit x cannot show the mean's tail, and one load a row less is worth 0.03 of the pass at N = 256 (H200, bf16).
+template <typename scalar_t, typename T = acc_type<scalar_t>>
+__device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& params, int64_t row) {
+  const T rstd = __ldg(static_cast<const T*>(params.rstd) + row);
+  if (!params.mean) return {rstd, 0, 0};
+  const T mean = __ldg(static_cast<const T*>(params.mean) + row);
+  if constexpr (sizeof(scalar_t) == 2) return {rstd, mean, 0};
+  return {rstd, mean, __ldg(static_cast<const T*>(params.mean_tail) + row)};
+}
+
+// The same as it is used.
+template <typename scalar_t, typename T = acc_type<scalar_t>>
+struct RowStats : SavedStats<T> {
+  // A row of one element does not spread: with rstd = 0 grad_input is 0 whatever the rounding of the sums.
+  __device__ RowStats(SavedStats<T> saved, const NormBackwardParams& params) : SavedStats<T>(saved) {
+    if (params.mean && params.hidden_size == 1) this->rstd = 0;
+  }
+  __device__ T centered(T x) const {
+    const T difference = sub(x, this->mean);
+    if constexpr (sizeof(scalar_t) == 2) return difference;
+    return sub(difference, this->mean_tail);
+  }
+};
+
+// Of the first `count` elements of a vector; the others are 0.
+template <typename weight_t, int kVec, typename T>
+__device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwardParams& params, int64_t col,
+                                            int count) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values[i] = i < count;
+  if (!params.weight || count <= 0) return;
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + col;
+  if (count >= kVec) {
+    unpack(load_vec<weight_t, kVec>(weight), values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) values[i] = static_cast<T>(widen(__ldg(weight + i)));
+  }
+  if (params.weight_offset != 0) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) values[i] += static_cast<T>(params.weight_offset);
+  }
+}
+
+// Adds one vector's part to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). Elements beyond the row are 0 in
+// grad_output, and add nothing.
+template <int kVec, typename Stats, typename T>
+__device__ __forceinline__ void add_to_row(Pair<T>& sums, const Stats& stats, const T (&x)[kVec], const T (&grad)[kVec],
+                                           const T (&weight)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    sums.first = fma(mul(grad[i], stats.centered(x[i])), weight[i], sums.first);
+    sums.second = fma(grad[i], weight[i], sums.second);
+  }
+}
+// And to those along the columns.
+template <int kVec, typename Stats, typename T>
+__device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_bias)[kVec], const Stats& stats,
+                                               const T (&x)[kVec], const T (&grad)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    grad_weight[i] = fma(mul(grad[i], stats.centered(x[i])), stats.rstd, grad_weight[i]);
+    grad_bias[i] += grad[i];
+  }
+}
+
+// grad_input = (weight*grad_output + (x-mean)*slope + level)*rstd: the formula above with what is one number a row
+// taken together.
+template <int kVec, typename Stats, typename T>
+__device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& stats, Pair<T> row, const T (&x)[kVec],
+                                              const T (&grad)[kVec], const T (&weight)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    values[i] = mul(fma(grad[i], weight[i], fma(stats.centered(x[i]), row.first, row.second)), stats.rstd);
+}
+
+// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2.
+template <typename Stats, typename T>
+__device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& stats, const NormBackwardParams& params,
+                                                   T inverse_n) {
+  const T c1 = mul(mul(sums.first, stats.rstd), inverse_n);
+  return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
+}
+
+// A scalar to a tensor whose dtype is known at run time only.
+template <typename T>
+__device__ __forceinline__ void store_as(void* target, DType dtype, int64_t index, T value) {
+  const T values[1] = {value};
+  store_vec_as<1>(target, dtype, index, values, 1, true);
+}
+
+// Adds up `partials` sums [grad_weight, grad_bias] that lie at params.workspace.
+cudaError_t launch_backward_finalize(const NormBackwardParams& params, int partials, cudaStream_t stream);
+
+// Rows that are shared by the whole card (norm_huge.cu).
+bool is_huge_backward(const NormBackwardParams& params);
+int64_t backward_huge_workspace(const NormBackwardParams& params);
+cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t stream);
+
+}  // namespace fused_layernorm

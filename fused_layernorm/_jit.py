@@ -1,0 +1,135 @@
+"""build(): compiles the extension for this torch and the card that is here into torch's cache, where the next import
+finds it. FUSED_LAYERNORM_JIT=1 does so at import, where no extension of these sources works with this torch."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from . import _source_hash, _toolchain
+
+NAMES = ("fused_layernorm_cuda", "fused_layernorm_cpu")
+
+
+def cache_folder() -> Path:
+    """In torch's cache, of this Python and torch."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if not root:
+        from torch._appdirs import user_cache_dir  # as torch.utils.cpp_extension does, whose import takes long
+
+        root = user_cache_dir(appname="torch_extensions")
+    return Path(root) / f"fused_layernorm_py{sysconfig.get_python_version()}_torch{torch.__version__}"
+
+
+def library(name: str) -> Path:
+    """Where build() leaves the extension of that name."""
+    return cache_folder() / name / f"{name}.so"
+
+
+def build(*, verbose: bool = False) -> str:
+    """Compile the kernels for this torch and the cards that are here; returns the path of the extension.
+
+    For a package that was installed without a compiler, for another torch or for other cards, or whose sources have
+    changed. It takes minutes with CUDA, less without, needs a C++ compiler and ninja, and for CUDA nvcc, and obeys the
+    environment variables of the build. Processes that are started later use the result, unless an installed extension
+    works; this one goes on as it is. What is up to date is not compiled again.
+
+    Args:
+        verbose: print the compiler's commands and output.
+
+    Raises:
+        RuntimeError: it cannot be compiled here; the message says why.
+    """
+    # In a process of its own, since torch loads what it has compiled, and this one may have an extension loaded.
+    code = f"from fused_layernorm import _jit; _jit.compile_extension({verbose})"
+    package = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {
+        "FUSED_LAYERNORM_JIT": "0",
+        "FUSED_LAYERNORM_BACKEND": "reference",
+        "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        # Where pip puts ninja, if it did.
+        "PATH": os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")]),
+    }
+    done = threading.Event()
+    watcher = threading.Thread(target=_tell_progress, args=(done,), daemon=True)
+    watcher.start()
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=None if verbose else subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        done.set()
+        watcher.join()
+    if result.returncode != 0:
+        why = (result.stderr or "see above").strip()[-3000:]
+        raise RuntimeError(f"fused_layernorm could not be compiled:\n{why}")
+    print(f"fused_layernorm: compiled, {result.stdout}", file=sys.stderr, flush=True)
+    return result.stdout
+
+
+def _tell_progress(done: threading.Event) -> None:
+    """One line to stderr now, and one whenever another file has been compiled."""
+    folder, start, told = cache_folder(), time.time(), 0
+    print(f"fused_layernorm: compiling the kernels into {folder}; this is done once", file=sys.stderr, flush=True)
+    while not done.wait(1.0):
+        objects = [path for path in folder.glob("*/*.o") if path.stat().st_mtime >= start]
+        if len(objects) > told:
+            told = len(objects)
+            print(f"fused_layernorm: {told} files compiled, {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def compile_extension(verbose: bool) -> None:
+    """What build() runs in a process of its own; prints nothing to stdout but the path of the extension."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # torch and ninja write there
+    try:
+        recipe = _toolchain.recipe(torch, _source_hash.CSRC)
+    except _toolchain.CannotBuild as error:
+        raise SystemExit(str(error)) from None
+    if not recipe["sources"]:
+        raise SystemExit(f"the sources are not in {_source_hash.CSRC}")
+    from torch.utils import cpp_extension
+
+    if not cpp_extension.is_ninja_available():
+        raise SystemExit("ninja is needed: pip install ninja")
+    name, target = recipe["name"], library(recipe["name"])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    link = list(recipe["link"])
+    if recipe["cuda"]:
+        cpp_extension.CUDA_HOME = str(recipe["cuda"]["home"])
+        link += _link_runtime(recipe["cuda"]["home"], target.parent)
+    cpp_extension.load(
+        name=name,
+        sources=[str(path) for path in recipe["sources"]],
+        extra_cflags=recipe["flags"]["cxx"],
+        extra_cuda_cflags=recipe["flags"].get("nvcc"),
+        extra_ldflags=link,
+        extra_include_paths=[str(_source_hash.CSRC)],
+        build_directory=str(target.parent),
+        with_cuda=recipe["cuda"] is not None,
+        verbose=verbose,
+    )
+    record = recipe["record"] | {"csrc_hash": _source_hash.source_hash()}
+    _toolchain.write_build_info(target.parent, {target.name: record}, None)
+    os.write(stdout, str(target).encode())
+
+
+def _link_runtime(home: Path, folder: Path) -> list[str]:
+    """The CUDA runtime that comes as a Python package has only a versioned name, and torch asks for the other."""
+    if any((home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+        return []
+    for versioned in sorted((home / "lib").glob("libcudart.so.*")):
+        alias = folder / "libcudart.so"
+        alias.unlink(missing_ok=True)
+        alias.symlink_to(versioned)
+        return [f"-L{folder}"]
+    return []
