@@ -9,7 +9,6 @@
 #include <limits>
 
 #include "autograd.h"
-#include "norm_params.h"
 
 namespace fused_layernorm {
 namespace {
@@ -93,7 +92,7 @@ struct Call {
     }
     if (!read(arguments[5], options.weight_offset)) return false;
     options.stats_grad = arguments[8] == Py_True;
-    if (!options.stats_grad && (arguments[8] != Py_False || !(kCudaHasFrozenStats || x.is_cpu()))) return false;
+    if (!options.stats_grad && arguments[8] != Py_False) return false;
     if (arguments[7] == Py_None) return true;
     if (!THPDtype_Check(arguments[7])) return false;
     options.out_dtype = reinterpret_cast<THPDtype*>(arguments[7])->scalar_type;
@@ -146,10 +145,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_differentiable_backward",
              [](py::function function) { fln::set_differentiable_backward(function.ptr()); });
   module.def("take_no_cuda_tensors", &fln::take_no_cuda_tensors);
-  // Which fusions the CUDA kernels have; the CPU kernels have all of these.
-  module.attr("cuda_stages") =
-      py::dict(py::arg("add") = fln::kCudaHasAdd, py::arg("frozen_stats") = fln::kCudaHasFrozenStats,
-               py::arg("dropout_mask") = fln::kCudaHasDropoutMask);
   if (PyModule_AddFunctions(module.ptr(), fln::methods) != 0) throw py::error_already_set();
   fln::name_node_in_python();
 }

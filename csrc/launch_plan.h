@@ -57,6 +57,20 @@ struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
 
+// With an add stage: the plans above for rows of 256 elements or more, one block a row.
+template <typename scalar_t>
+struct AddLadder {
+  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>, RowPlan<32, 6, 8>,
+                      RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<128, 6, 8>,
+                      RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+};
+template <>
+struct AddLadder<float> {
+  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
+                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
+                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>>;
+};
+
 // Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones.
 template <typename scalar_t>
 struct RaggedForwardLadder {
@@ -92,11 +106,12 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 // assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
 constexpr int dtype_bytes(DType t) { return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2; }
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype) {
+constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
-  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6)                                         ? 512
-                      : whole && (Plan::kVecs > 4 || x_dtype != DType::kBFloat16 || weight_dtype != x_dtype) ? 768
-                                                                                                             : 1024;
+  const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
+  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6) ? 512
+                      : whole && (Plan::kVecs > 4 || !needs_few)     ? 768
+                                                                     : 1024;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -198,6 +213,20 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
+// With an add stage: the plans above of the fused strategy for rows of 256 elements or more, of up to 7 rows a block.
+template <typename scalar_t>
+struct AddGradLadder {
+  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
+                      BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
+                      BackwardPlan<128, 4, 8, 2, 1, 16>>;
+};
+template <>
+struct AddGradLadder<float> {
+  using type = Ladder<BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
+                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
+                      BackwardPlan<256, 4, 4, 1, 1, 16>>;
+};
+
 // Ragged rows, by pairs of 16-bit elements, or single ones: as many elements a thread as above.
 template <typename scalar_t>
 struct RaggedBackwardLadder {
@@ -278,6 +307,10 @@ constexpr int kHugeTable = 64;         // rows whose sums a block of gradients m
 // Of a row, at most; a multiple of 32. Every block of a second kernel merges all slices of its rows, so what is read
 // for that grows with their square. Three blocks an SM of an H200 take one each.
 constexpr int kHugeSlices = 384;
+
+// ---- add stages as operations of their own: elements in fours -------------------------------------------------------
+
+constexpr int kQuadThreads = 256;
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 

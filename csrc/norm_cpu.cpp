@@ -195,22 +195,22 @@ ChunkPlan plan_chunks(const NormBackwardParams& params) {
 // Threads share out rows, so a single huge row is the work of one thread.
 void launch_norm_forward_cpu(const NormForwardParams& params) {
   NormForwardParams of_z = params;
-  if (params.add.residual_out) {
-    of_z.x = params.add.residual_out;
-    of_z.x_dtype = params.add.residual_out_dtype;
+  if (params.add) {
+    of_z.x = params.add->residual_out;
+    of_z.x_dtype = params.add->residual_out_dtype;
     of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
   }
   const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, of_z.x_dtype, params.hidden_size);
   const AffineRow bias(params.bias, params.weight_dtype, 0, 0, of_z.x_dtype, params.hidden_size);
   const ForwardRows forward_rows = kernels().forward_rows_of(of_z.x_dtype, params.y_dtype);
-  if (!params.add.residual_out) {
+  if (!params.add) {
     at::parallel_for(0, params.rows, grain(params.hidden_size),
                      [&](int64_t begin, int64_t end) { forward_rows(params, weight.get(), bias.get(), begin, end); });
     return;
   }
-  const AddRow add_row = kernels().add_row_of(params.x_dtype, params.add.residual_dtype, of_z.x_dtype);
+  const AddRow add_row = kernels().add_row_of(params.x_dtype, params.add->residual_dtype, of_z.x_dtype);
   at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
-    const RowMemory scales(params.add.dropout.philox ? params.hidden_size : 0, of_z.x_dtype);
+    const RowMemory scales(params.add->dropout.philox ? params.hidden_size : 0, of_z.x_dtype);
     for (int64_t row = begin; row < end; ++row) {  // z's row is normalized while it lies in the cache
       add_row(params, row, scales.get());
       forward_rows(of_z, weight.get(), bias.get(), row, row + 1);
@@ -233,18 +233,19 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
   char* bias_partials = params.grad_bias ? static_cast<char*>(params.workspace) + plan.bias_offset : nullptr;
 
   // Rows: grad_input, and the partial sums of each chunk. Only grad_input reads the weight.
-  const bool wants_rows = params.grad_input || params.add.grad_residual;
+  const AddGradStage* add = params.add;
+  const bool wants_rows = params.grad_input || (add && add->grad_residual);
   const AffineRow weight(wants_rows ? params.weight : nullptr, params.weight_dtype, params.weight_offset, 1,
                          params.x_dtype, wants_rows ? params.hidden_size : 0);
-  const BackwardRows backward_rows = params.add.is_present
-                                         ? kernels().wide_backward_rows_of(params.x_dtype, params.grad_output_dtype)
+  const BackwardRows backward_rows = add ? kernels().wide_backward_rows_of(params.x_dtype, add->grad_output_dtype)
                                          : kernels().backward_rows_of(params.x_dtype);
+  if (!wants_rows) add = nullptr;
   const AddGradRow add_grad_row =
-      kernels().add_grad_row_of(params.grad_input_dtype, params.add.grad_residual_dtype, params.x_dtype);
+      add ? kernels().add_grad_row_of(add->grad_input_dtype, add->grad_residual_dtype, params.x_dtype) : nullptr;
   const int64_t chunk_grain = grain(params.hidden_size * plan.rows_per_chunk);
   at::parallel_for(0, plan.chunks, chunk_grain, [&](int64_t begin, int64_t end) {
-    const RowMemory grad_norm(params.add.is_present && wants_rows ? params.hidden_size : 0, params.x_dtype);
-    const RowMemory scales(wants_rows && params.add.dropout.philox ? params.hidden_size : 0, params.x_dtype);
+    const RowMemory grad_norm(add ? params.hidden_size : 0, params.x_dtype);
+    const RowMemory scales(add && add->dropout.philox ? params.hidden_size : 0, params.x_dtype);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       char* weight_partial = weight_partials ? weight_partials + chunk * plan.partial_bytes : nullptr;
       char* bias_partial = bias_partials ? bias_partials + chunk * plan.partial_bytes : nullptr;
@@ -253,7 +254,7 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
       const int64_t first_row = chunk * plan.rows_per_chunk;
       const int64_t end_row =
           first_row + plan.rows_per_chunk < params.rows ? first_row + plan.rows_per_chunk : params.rows;
-      if (!params.add.is_present || !wants_rows) {
+      if (!add) {
         backward_rows(params, weight.get(), weight_partial, bias_partial, first_row, end_row, nullptr);
         continue;
       }

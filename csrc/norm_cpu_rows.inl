@@ -459,11 +459,10 @@ template <class acc_t>
 FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int64_t n, void* memory) {
   if (!dropout.philox) return nullptr;
   acc_t* scales = static_cast<acc_t*>(memory);
-  const acc_t scale = static_cast<acc_t>(dropout_scale(dropout.p));
-  const uint64_t threshold = dropout_threshold(dropout.p);
+  const acc_t scale = static_cast<acc_t>(dropout.scale);
   for (int64_t col = 0; col < n; col += 4) {
     const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
-    for (int64_t k = 0; k < 4 && col + k < n; ++k) scales[col + k] = words.word[k] >= threshold ? scale : 0;
+    for (int64_t k = 0; k < 4 && col + k < n; ++k) scales[col + k] = words.word[k] >= dropout.threshold ? scale : 0;
   }
   return scales;
 }
@@ -472,7 +471,7 @@ FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int6
 template <class x_t, class residual_t, class z_t>
 void add_row(const NormForwardParams& params, int64_t row, void* scales_memory) {
   using acc_t = AccOf<x_t>;
-  const AddStage& add = params.add;
+  const AddStage& add = *params.add;
   const int64_t n = params.hidden_size;
   AddSweep<acc_t, x_t, residual_t, z_t> sweep{
       row_at<x_t>(params.x, params.x_strides, row),
@@ -484,7 +483,7 @@ void add_row(const NormForwardParams& params, int64_t row, void* scales_memory) 
 template <class x_t, class residual_t, class z_t>
 void add_grad_row(const NormBackwardParams& params, int64_t row, const void* grad_norm, void* scales_memory) {
   using acc_t = AccOf<x_t>;
-  const AddGradStage& add = params.add;
+  const AddGradStage& add = *params.add;
   const int64_t n = params.hidden_size;
   AddGradSweep<acc_t, x_t, residual_t, z_t> sweep{
       static_cast<const acc_t*>(grad_norm),
@@ -496,10 +495,9 @@ void add_grad_row(const NormBackwardParams& params, int64_t row, const void* gra
 }
 
 void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
-  const uint64_t threshold = dropout_threshold(dropout.p);
   for (int64_t col = 0; col < n; col += 4) {
     const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
-    for (int64_t k = 0; k < 4 && col + k < n; ++k) keep[col + k] = words.word[k] >= threshold;
+    for (int64_t k = 0; k < 4 && col + k < n; ++k) keep[col + k] = words.word[k] >= dropout.threshold;
   }
 }
 

@@ -19,6 +19,7 @@
 #endif
 
 #include "norm_params.h"
+#include "philox.h"
 
 namespace fused_layernorm {
 
@@ -212,7 +213,19 @@ Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
 }
 
 Dropout dropout_of(const Tensor& philox, double p) {
-  return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, p};
+  return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, dropout_threshold(p),
+          dropout_scale(p)};
+}
+
+// Whether a kernel reads what surrounds the norm together with it, or there is nothing around it.
+template <class Params>
+bool has_add_stage(const Params& params, const Tensor& x) {
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (params.add && x.is_cuda()) return has_add_stage_cuda(params);
+#endif
+  (void)params;
+  (void)x;
+  return true;
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -297,7 +310,6 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   check_supported("out_dtype", y_dtype);
   at::ScalarType z_dtype = x.scalar_type();
   if (add) {
-    TORCH_CHECK_NOT_IMPLEMENTED(kCudaHasAdd || x.is_cpu(), "the CUDA kernels have no add stage yet");
     if (add->residual.defined()) check_residual(add->residual, x);
     check_dropout(add->philox, add->dropout_p, x.device());
     z_dtype = add->residual_dtype.value_or(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
@@ -316,18 +328,9 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   if (save_stats) stats = empty({options.is_rms_norm ? 1 : 3, extent.rows}, acc_dtype, x);
   if (y.numel() == 0) return {std::move(y), std::move(stats), std::move(residual_out)};
 
-  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing.
-  const bool same_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
-  const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
-  const at::ScalarType weight_dtype = same_dtype ? like.scalar_type() : at::kFloat;
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
   const RowView rows(x, normalized_ndim, extent);
-
   NormForwardParams params{};
   params.x = rows.tensor.const_data_ptr();
-  params.weight = data_or_null(ready_weight);
-  params.bias = data_or_null(ready_bias);
   params.y = y.mutable_data_ptr();
   if (save_stats) {
     char* base = static_cast<char*>(stats.mutable_data_ptr());
@@ -344,21 +347,35 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   params.eps = options.eps;
   params.weight_offset = options.weight_offset;
   params.x_dtype = dtype_of(x.scalar_type());
-  params.weight_dtype = dtype_of(weight_dtype);
   params.y_dtype = dtype_of(y_dtype);
   params.is_rms_norm = options.is_rms_norm;
   std::optional<RowView> residual_rows;
+  AddStage stage;
   if (add) {
+    stage = {};
     if (add->residual.defined()) {
       residual_rows.emplace(add->residual, normalized_ndim, extent);
-      params.add.residual = residual_rows->tensor.const_data_ptr();
-      params.add.residual_strides = residual_rows->strides;
+      stage.residual = residual_rows->tensor.const_data_ptr();
+      stage.residual_strides = residual_rows->strides;
     }
-    params.add.residual_out = residual_out.mutable_data_ptr();
-    params.add.residual_dtype = dtype_of(add->residual.defined() ? add->residual.scalar_type() : x.scalar_type());
-    params.add.residual_out_dtype = dtype_of(z_dtype);
-    params.add.dropout = dropout_of(add->philox, add->dropout_p);
+    stage.residual_out = residual_out.mutable_data_ptr();
+    stage.residual_dtype = dtype_of(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
+    stage.residual_out_dtype = dtype_of(z_dtype);
+    stage.dropout = dropout_of(add->philox, add->dropout_p);
+    params.add = &stage;
   }
+
+  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing. So are those
+  // narrower than z, where no kernel has the stage.
+  const bool same_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
+  const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
+  const bool widened = !same_dtype || (like.scalar_type() != z_dtype && !has_add_stage(params, x));
+  const at::ScalarType weight_dtype = widened ? at::kFloat : like.scalar_type();
+  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
+  params.weight = data_or_null(ready_weight);
+  params.bias = data_or_null(ready_bias);
+  params.weight_dtype = dtype_of(weight_dtype);
   launch(params, x);
   return {std::move(y), std::move(stats), std::move(residual_out)};
 }
@@ -381,8 +398,6 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   TORCH_CHECK(stats.numel() == extent.rows * (is_rms_norm ? 1 : 3) && stats.is_contiguous() &&
                   stats.device() == x.device() && stats.scalar_type() == accumulation_type(x.scalar_type()),
               "stats must be what norm_forward returned for this x");
-  TORCH_CHECK_NOT_IMPLEMENTED(x.is_cpu() || ((stats_grad || kCudaHasFrozenStats) && (!add || kCudaHasAdd)),
-                              "the CUDA kernels have no such stage yet");
   if (add) {
     if (add->grad_residual_out.defined()) check_like_x("grad_residual_out", add->grad_residual_out);
     check_dropout(add->philox, add->dropout_p, x.device());
@@ -404,21 +419,12 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     return gradients;
   }
 
-  // The kernels read grad_output in x's dtype; the add stage also a 16-bit one beside fp32 x. Where out_dtype made them
+  // The kernels read grad_output in x's dtype, an add stage also a 16-bit one beside fp32 x. Where out_dtype made them
   // differ otherwise, both are taken to the accumulation type, at the price of a copy on a rare path.
   const at::ScalarType grad_dtype = grad_output.scalar_type();
-  const bool are_read_as_they_are =
-      grad_dtype == x.scalar_type() || (add && x.scalar_type() == at::kFloat && grad_dtype != at::kDouble);
-  const at::ScalarType kernel_dtype = are_read_as_they_are ? x.scalar_type() : accumulation_type(x.scalar_type());
-  const at::ScalarType kernel_grad_dtype = are_read_as_they_are ? grad_dtype : kernel_dtype;
+  const at::ScalarType kernel_dtype =
+      grad_dtype == x.scalar_type() ? x.scalar_type() : accumulation_type(x.scalar_type());
   const at::ScalarType grad_input_dtype = add ? x_dtype : kernel_dtype;
-  // A weight narrower than x comes beside a wide residual: as fp32.
-  const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type() ? kernel_dtype
-                                      : weight.scalar_type() == kernel_dtype               ? kernel_dtype
-                                                                                           : at::kFloat;
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const RowView x_rows(of_dtype(x, kernel_dtype), normalized_ndim, extent);
-  const RowView grad_rows(of_dtype(grad_output, kernel_grad_dtype), normalized_ndim, extent);
   if (wants_x) gradients.x = empty(x.sizes(), grad_input_dtype, x);
   if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
   if (wants_weight) gradients.weight = empty(shape, weight.scalar_type(), x);
@@ -426,9 +432,9 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   if (!wants_x && !wants_residual && !wants_weight && !bias_dtype) return gradients;
 
   NormBackwardParams params{};
-  params.grad_output = grad_rows.tensor.const_data_ptr();
-  params.x = x_rows.tensor.const_data_ptr();
-  params.weight = data_or_null(ready_weight);
+  params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
+  params.grad_weight = wants_weight ? gradients.weight.mutable_data_ptr() : nullptr;
+  params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
   const char* base = static_cast<const char*>(stats.const_data_ptr());
   const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
   params.rstd = base;
@@ -436,34 +442,48 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     params.mean = base + row_bytes;
     params.mean_tail = base + 2 * row_bytes;
   }
-  params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
-  params.grad_weight = wants_weight ? gradients.weight.mutable_data_ptr() : nullptr;
-  params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
-  params.grad_output_strides = grad_rows.strides;
-  params.x_strides = x_rows.strides;
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
   params.weight_offset = weight_offset;
   params.x_dtype = dtype_of(kernel_dtype);
-  params.weight_dtype = dtype_of(weight_dtype);
   params.grad_weight_dtype = dtype_of(weight.defined() ? weight.scalar_type() : kernel_dtype);
   params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
-  params.grad_output_dtype = dtype_of(kernel_grad_dtype);
-  params.grad_input_dtype = dtype_of(grad_input_dtype);
   params.is_rms_norm = is_rms_norm;
   params.stats_grad = stats_grad;
   std::optional<RowView> grad_residual_rows;
+  AddGradStage stage;
   if (add) {
-    params.add.is_present = true;
+    stage = {};
     if (add->grad_residual_out.defined()) {
       grad_residual_rows.emplace(of_dtype(add->grad_residual_out, kernel_dtype), normalized_ndim, extent);
-      params.add.grad_residual_out = grad_residual_rows->tensor.const_data_ptr();
-      params.add.grad_residual_out_strides = grad_residual_rows->strides;
+      stage.grad_residual_out = grad_residual_rows->tensor.const_data_ptr();
+      stage.grad_residual_out_strides = grad_residual_rows->strides;
     }
-    params.add.grad_residual = wants_residual && !is_shared ? gradients.residual.mutable_data_ptr() : nullptr;
-    params.add.grad_residual_dtype = dtype_of(add->residual_dtype.value_or(x_dtype));
-    params.add.dropout = dropout;
+    stage.grad_residual = wants_residual && !is_shared ? gradients.residual.mutable_data_ptr() : nullptr;
+    stage.grad_output_dtype = dtype_of(x.scalar_type() == at::kFloat && grad_dtype != at::kDouble ? grad_dtype
+                                                                                                  : kernel_dtype);
+    stage.grad_input_dtype = dtype_of(grad_input_dtype);
+    stage.grad_residual_dtype = dtype_of(add->residual_dtype.value_or(x_dtype));
+    stage.dropout = dropout;
+    params.add = &stage;
   }
+
+  // Beside an add stage, grad_output and weight may be narrower than x.
+  const bool takes_narrow = add && has_add_stage(params, x);
+  if (!takes_narrow) stage.grad_output_dtype = params.x_dtype;
+  const at::ScalarType kernel_grad_dtype = stage.grad_output_dtype == params.x_dtype ? kernel_dtype : grad_dtype;
+  const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()         ? kernel_dtype
+                                      : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
+                                                                                                   : at::kFloat;
+  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  const RowView x_rows(of_dtype(x, kernel_dtype), normalized_ndim, extent);
+  const RowView grad_rows(of_dtype(grad_output, kernel_grad_dtype), normalized_ndim, extent);
+  params.grad_output = grad_rows.tensor.const_data_ptr();
+  params.x = x_rows.tensor.const_data_ptr();
+  params.weight = data_or_null(ready_weight);
+  params.grad_output_strides = grad_rows.strides;
+  params.x_strides = x_rows.strides;
+  params.weight_dtype = dtype_of(weight_dtype);
   launch(params, x);
   if (wants_x && !add) gradients.x = of_dtype(gradients.x, x.scalar_type());
   return gradients;
@@ -472,12 +492,19 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
 Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {
   check_dropout(philox, dropout_p, philox.device());
   TORCH_CHECK(rows >= 0 && hidden_size >= 0, "a mask needs sizes of 0 or more");
-  TORCH_CHECK_NOT_IMPLEMENTED(kCudaHasDropoutMask || philox.is_cpu(), "the CUDA kernels have no masks yet");
   const DeviceScope scope(philox);
   Tensor mask = empty({rows, hidden_size}, at::kBool, philox);
   if (mask.numel() == 0) return mask;
-  launch_dropout_mask_cpu({static_cast<uint8_t*>(mask.mutable_data_ptr()), rows, hidden_size,
-                           Dropout{philox.const_data_ptr<int64_t>(), dropout_p}});
+  const DropoutMaskParams params{static_cast<uint8_t*>(mask.mutable_data_ptr()), rows, hidden_size,
+                                 {philox.const_data_ptr<int64_t>(), dropout_threshold(dropout_p), 0}};
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (philox.is_cuda()) {
+    C10_CUDA_CHECK(static_cast<cudaError_t>(
+        launch_dropout_mask_cuda(params, c10::cuda::getCurrentCUDAStream(philox.get_device()))));
+    return mask;
+  }
+#endif
+  launch_dropout_mask_cpu(params);
   return mask;
 }
 

@@ -267,19 +267,15 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
 
 
-def has_stage(name: str, device_type: str) -> bool:
-    """Whether the kernels for this type of device have the fusion `name`: "add", "frozen_stats", "dropout_mask".
-
-    What they lack is made of plain kernels and PyTorch operations; csrc/norm_params.h says what CUDA kernels have.
-    """
-    if add_norm_operator is None or device_type not in _KERNEL_DEVICES:
-        return False
-    return device_type == "cpu" or extension.cuda_stages[name]
+def has_stages(device_type: str) -> bool:
+    """Whether the kernels for this type of device have what surrounds a norm: residual and dropout before it, frozen
+    statistics, dropout's masks. Where not, it is made of PyTorch operations."""
+    return add_norm_operator is not None and device_type in _KERNEL_DEVICES
 
 
 def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
     """Which elements a call with this philox and dropout_p keeps: [rows, hidden_size] bool."""
-    if has_stage("dropout_mask", philox.device.type) and not torch._C._are_functorch_transforms_active():
+    if has_stages(philox.device.type) and not torch._C._are_functorch_transforms_active():
         return torch.ops.fused_layernorm.dropout_mask(philox, rows, hidden_size, dropout_p)
     return reference.dropout_mask(philox, rows, hidden_size, dropout_p)
 

@@ -6,7 +6,7 @@ Where something must see a call that it can name (torch.compile, torch.export, d
 the operator torch.ops.fused_layernorm.norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other
 subclasses, torch.jit.trace, no kernels for the device): PyTorch operations.
 
-What surrounds a norm (residual, dropout, activation) is a stage of the kernels where they have it (_ops.has_stage), and
+What surrounds a norm (residual, dropout, activation) is a stage of the kernels where they have it (_ops.has_stages), and
 otherwise PyTorch operations around one of the paths above, by the same formulas (reference.py).
 """
 
@@ -305,7 +305,7 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
     """The calls that are not plain eager mode."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
-    has_stage = stats_grad or (isinstance(x, Tensor) and _ops.has_stage("frozen_stats", x.device.type))
+    has_stage = stats_grad or (isinstance(x, Tensor) and _ops.has_stages(x.device.type))
     if has_stage and _takes_kernel(x, weight, bias):
         try:
             return NormFunction.apply(
@@ -365,7 +365,7 @@ def _add_norm(
     z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
-    has_stage = rounding == "torch" and _ops.has_stage("add", x.device.type)
+    has_stage = rounding == "torch" and _ops.has_stages(x.device.type)
     if has_stage and _takes_operator(x, weight, bias, residual, distributed=False):
         y, z, _ = _ops.add_norm_operator(x, residual, weight, bias, philox, len(shape), eps, weight_offset,
                                          is_rms_norm, y_dtype, stats_grad, dropout_p if training else 0.0,

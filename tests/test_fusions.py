@@ -201,7 +201,7 @@ def check_add(case, tensors, grad_y, grad_z, found, composed=False):
     if grad_z is not None:
         truth = truth + grad_z.double()
     accumulated = torch.finfo(kept_dtype).eps * (truth.abs() + limit)
-    if composed or not _ops.has_stage("add", x.device.type):  # autograd adds gradients of z in its dtype
+    if composed or not _ops.has_stages(x.device.type):  # autograd adds gradients of z in its dtype
         accumulated = accumulated + torch.finfo(case.z_dtype).eps * truth.abs()
     # `limit` allows a rounding to z's dtype; the gradients may be of a narrower one.
     for name, factor in (
@@ -239,7 +239,7 @@ def test_add_composed(device, case, monkeypatch):
     tensors, grad_y, grad_z = add_inputs(case, device)
     torch.manual_seed(3)
     fused = run_add(case, tensors, grad_y, grad_z)
-    monkeypatch.setattr(_ops, "has_stage", lambda name, device_type: False)
+    monkeypatch.setattr(_ops, "has_stages", lambda device_type: False)
     torch.manual_seed(3)
     composed = run_add(case, tensors, grad_y, grad_z)
     check_add(case, tensors, grad_y, grad_z, composed, composed=True)
@@ -286,7 +286,7 @@ def test_add_each_input_alone_requires_grad(device, case):
 @on_devices("op", OPS)
 def test_add_saves_z_alone(device, op):
     """neither x nor residual nor a mask is kept for backward"""
-    if not _ops.has_stage("add", device):
+    if not _ops.has_stages(device):
         pytest.skip("composed of operations that save what they save")
     x, residual = (torch.randn(64, 128, device=device, requires_grad=True) for _ in range(2))
     weight = torch.ones(128, device=device, requires_grad=True)
@@ -398,7 +398,7 @@ def test_bad_adds(device, op, name):
 @on_devices("case", [case for case in FEW_ADDS if case.op == "layer_norm"])
 def test_add_opcheck(device, case):
     """schema, autograd registration, fake tensors, AOT dispatch"""
-    if not _ops.has_stage("add", device):
+    if not _ops.has_stages(device):
         pytest.skip("no kernel has the stage")
     tensors, grad_y, grad_z = add_inputs(case, device)
     leaves = [None if t is None else t.requires_grad_() for t in tensors.values()]
