@@ -16,14 +16,13 @@ struct AddGradLaunch {
 };
 
 // Calls f(Types<x, z>{}, plan, launch) where a kernel has the stage: by types, hidden_size and card, not by the number
-// of rows, so that a row's gradients are the same bits whatever the batch.
+// of rows, so that a row's gradients are the same bits whatever the batch, nor by which gradients are wanted.
 template <typename F>
 cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
   const AddGradStage& stage = *params.add;
   const DType x = stage.grad_input_dtype, z = params.x_dtype;
-  if (!(params.grad_input || stage.grad_residual) || stage.grad_output_dtype != x ||
-      (stage.grad_residual && stage.grad_residual_dtype != z) || params.rows > kFusedMaxRows ||
-      params.hidden_size % (16 / dtype_bytes(x)) != 0)
+  if (stage.grad_output_dtype != x || (stage.grad_residual && stage.grad_residual_dtype != z) ||
+      params.rows > kFusedMaxRows || params.hidden_size % (16 / dtype_bytes(x)) != 0)
     return cudaErrorNotSupported;
   int device = 0;
   DeviceFacts facts;
@@ -94,6 +93,7 @@ cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t s
     using Plan = decltype(plan);
     AddGrad<x_t> add_to;
     static_cast<AddGradStage&>(add_to) = *params.add;
+    if (!params.grad_input && !add_to.grad_residual) add_to.grad_residual_out = nullptr;  // nobody reads it
     const ClusterLaunch persistent(launch.running * launch.cluster, kFusedThreads<Plan>,
                                    launch.depth * RowRing<scalar_t, Plan, AddGrad<x_t>>::kStageBytes, launch.cluster,
                                    stream);

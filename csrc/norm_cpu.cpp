@@ -129,7 +129,8 @@ size_t acc_bytes(DType x_dtype) { return x_dtype == DType::kFloat64 ? sizeof(dou
 // A row of the accumulation type that a thread has for itself.
 class RowMemory {
  public:
-  RowMemory(int64_t hidden_size, DType x_dtype) : memory_(new char[hidden_size * acc_bytes(x_dtype)]) {}
+  RowMemory(int64_t hidden_size, DType x_dtype)
+      : memory_(hidden_size > 0 ? new char[hidden_size * acc_bytes(x_dtype)] : nullptr) {}
   void* get() const { return memory_.get(); }
 
  private:
@@ -192,29 +193,38 @@ ChunkPlan plan_chunks(const NormBackwardParams& params) {
 
 }  // namespace
 
-// Threads share out rows, so a single huge row is the work of one thread.
-void launch_norm_forward_cpu(const NormForwardParams& params) {
+// Threads share out rows, so a single huge row is the work of one thread. Calls rows(weight, bias, begin, end).
+template <class F>
+static void for_rows(const NormForwardParams& params, F&& rows) {
+  const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, params.x_dtype,
+                         params.hidden_size);
+  const AffineRow bias(params.bias, params.weight_dtype, 0, 0, params.x_dtype, params.hidden_size);
+  at::parallel_for(0, params.rows, grain(params.hidden_size),
+                   [&](int64_t begin, int64_t end) { rows(weight.get(), bias.get(), begin, end); });
+}
+
+static void launch_add_norm_forward(const NormForwardParams& params) {
+  const AddStage& add = *params.add;
   NormForwardParams of_z = params;
-  if (params.add) {
-    of_z.x = params.add->residual_out;
-    of_z.x_dtype = params.add->residual_out_dtype;
-    of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
-  }
-  const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, of_z.x_dtype, params.hidden_size);
-  const AffineRow bias(params.bias, params.weight_dtype, 0, 0, of_z.x_dtype, params.hidden_size);
+  of_z.x = add.residual_out;
+  of_z.x_dtype = add.residual_out_dtype;
+  of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
   const ForwardRows forward_rows = kernels().forward_rows_of(of_z.x_dtype, params.y_dtype);
-  if (!params.add) {
-    at::parallel_for(0, params.rows, grain(params.hidden_size),
-                     [&](int64_t begin, int64_t end) { forward_rows(params, weight.get(), bias.get(), begin, end); });
-    return;
-  }
-  const AddRow add_row = kernels().add_row_of(params.x_dtype, params.add->residual_dtype, of_z.x_dtype);
-  at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
-    const RowMemory scales(params.add->dropout.philox ? params.hidden_size : 0, of_z.x_dtype);
+  const AddRow add_row = kernels().add_row_of(params.x_dtype, add.residual_dtype, of_z.x_dtype);
+  for_rows(of_z, [&](const void* weight, const void* bias, int64_t begin, int64_t end) {
+    const RowMemory scales(add.dropout.philox ? params.hidden_size : 0, of_z.x_dtype);
     for (int64_t row = begin; row < end; ++row) {  // z's row is normalized while it lies in the cache
       add_row(params, row, scales.get());
-      forward_rows(of_z, weight.get(), bias.get(), row, row + 1);
+      forward_rows(of_z, weight, bias, row, row + 1);
     }
+  });
+}
+
+void launch_norm_forward_cpu(const NormForwardParams& params) {
+  if (params.add) return launch_add_norm_forward(params);
+  const ForwardRows forward_rows = kernels().forward_rows_of(params.x_dtype, params.y_dtype);
+  for_rows(params, [&](const void* weight, const void* bias, int64_t begin, int64_t end) {
+    forward_rows(params, weight, bias, begin, end);
   });
 }
 

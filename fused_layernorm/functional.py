@@ -12,9 +12,9 @@ otherwise PyTorch operations around one of the paths above, by the same formulas
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _ops, reference
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _ACTIVATIONS = {
     "relu": F.relu,
@@ -37,34 +34,31 @@ _ACTIVATIONS = {
 }
 
 
-class Fusions(TypedDict, total=False):
-    """Keywords of the plain norms, explained in `fused_layer_norm`. A dictionary, as each keyword with a default would
-    cost every call 20 ns."""
-
-    stats_grad: bool
-    activation: str | None
-    dropout_p: float
-    training: bool
-    memory_efficient: bool
-    accumulate_grad: bool
+def _by_keyword(function):
+    """What comes after eps is given by keyword, says the signature that users and tools see. In the definition it is
+    not, as Python takes 10 to 20 ns for each default of a keyword-only parameter, and next to nothing for others."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    parameters[4:] = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters[4:]]
+    function.__signature__ = signature.replace(parameters=parameters)
+    return function
 
 
-class RMSFusions(Fusions, total=False):
-    """Those of `fused_rms_norm`."""
-
-    rounding: str
-
-
+@_by_keyword
 def fused_layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
     normalized_shape: int | Sequence[int] | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    **fusions: Unpack[Fusions],
+    stats_grad: bool = True,
+    activation: str | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    memory_efficient: bool = False,
+    accumulate_grad: bool = False,
 ) -> Tensor:
     r"""Layer normalization (Ba, Kiros and Hinton, 2016) in one pass over memory, forward and backward.
 
@@ -117,25 +111,30 @@ def fused_layer_norm(
             `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout, or
             `accumulate_grad` with a parameter that has no float32 ``main_grad``.
     """
-    if not (fusions or is_dynamo_compiling()):
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, True)
+    if not (activation or dropout_p or memory_efficient or accumulate_grad or is_dynamo_compiling()):
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
-    if "rounding" in fusions:
-        raise TypeError("fused_layer_norm has no rounding: it is of fused_rms_norm")
-    return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, **fusions)
+    return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad,
+                          activation, dropout_p, training, memory_efficient, accumulate_grad, "torch")  # fmt: skip
 
 
+@_by_keyword
 def fused_rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float | None = None,
-    *,
     normalized_shape: int | Sequence[int] | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    **fusions: Unpack[RMSFusions],
+    stats_grad: bool = True,
+    activation: str | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    memory_efficient: bool = False,
+    accumulate_grad: bool = False,
+    rounding: str = "torch",
 ) -> Tensor:
     r"""Root mean square normalization (Zhang and Sennrich, 2019) in one pass over memory, forward and backward.
 
@@ -153,13 +152,14 @@ def fused_rms_norm(
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
-    if not (fusions or is_dynamo_compiling()):
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, True)
+    plain = rounding == "torch" and not (activation or dropout_p or memory_efficient or accumulate_grad)
+    if plain and not is_dynamo_compiling():
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
-    return _norm_and_more(
-        x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype, **fusions
-    )
+    return _norm_and_more(x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype,
+                          stats_grad, activation, dropout_p, training, memory_efficient, accumulate_grad,
+                          rounding)  # fmt: skip
 
 
 def fused_add_layer_norm(
@@ -326,8 +326,8 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
 
 
 def _norm_and_more(
-    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, *, stats_grad=True,
-    rounding="torch", activation=None, dropout_p=0.0, training=True, memory_efficient=False, accumulate_grad=False,
+    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, activation, dropout_p,
+    training, memory_efficient, accumulate_grad, rounding,
 ):  # fmt: skip
     """A norm, with what is applied to its result, and how its gradients are made."""
     if rounding not in reference.ROUNDINGS:

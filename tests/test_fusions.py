@@ -89,7 +89,11 @@ class Add:
         more += [] if self.uses == "both" else [self.uses]
         return "-".join([self.op, "x".join(map(str, self.shape)), *names, *more])
 
-    core = cuda_only = False
+    core = False
+
+    @property
+    def cuda_only(self):  # too large for the CPU's time
+        return math.prod(self.shape) > 300_000
 
     @property
     def z_dtype(self):
@@ -135,6 +139,23 @@ def add_cases():
         for dropout_p in (0.0, 0.3):
             add((11, 131), uses=uses, dropout_p=dropout_p)
             add((11, 131), dtype=bf16, residual=fp32, uses=uses, dropout_p=dropout_p)
+    mixes = ((bf16, bf16, bf16), (bf16, fp32, bf16), (fp16, fp16, fp32), (fp16, fp32, fp32), (fp32, fp32, fp32))
+    # each plan of the CUDA kernels with an add stage, and beyond the last
+    for hidden_size in (8, 256, 264, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 40000):
+        for dtype, residual, parameters in mixes:
+            for dropout_p in (0.0, 0.1):
+                add((5, hidden_size), dtype=dtype, residual=residual, parameters=parameters, dropout_p=dropout_p)
+    for shape in ((20_000, 256), (9000, 1024), (3001, 4096), (1501, 8192), (399, 16384), (200, 40000)):  # many turns
+        for dtype, residual, parameters in mixes:
+            add(shape, dtype=dtype, residual=residual, parameters=parameters, dropout_p=0.1)
+            add(shape, dtype=dtype, residual=residual, parameters=parameters)
+    for dtype, residual, parameters in mixes:
+        add((7, 260), dtype=dtype, residual=residual, parameters=parameters)  # whole rows of fp32, not of 16 bits
+        add((2, 140_000), dtype=dtype, residual=residual, parameters=parameters, dropout_p=0.1)
+        for uses in ("y", "residual_out"):
+            add((37, 512), dtype=dtype, residual=residual, parameters=parameters, uses=uses)
+        for residual_dtype in (None, fp32):
+            add((37, 2048), dtype=dtype, residual=None, residual_dtype=residual_dtype, parameters=parameters)
     add((11, 131), dropout_p=1.0)
     add((11, 131), dtype=bf16, residual=None, dropout_p=1.0)
     return list(dict.fromkeys(found))
@@ -228,8 +249,8 @@ def test_add_values(device, case):
     check_add(case, tensors, grad_y, grad_z, found)
 
 
-FEW_ADDS = [Add((19, 77), op=op, dtype=dtype, residual=residual, dropout_p=dropout_p)
-            for op in OPS for dtype, residual in ((fp32, fp32), (bf16, fp32), (bf16, bf16), (bf16, None))
+FEW_ADDS = [Add(shape, op=op, dtype=dtype, residual=residual, dropout_p=dropout_p)
+            for shape in ((19, 77), (19, 512)) for op in OPS for dtype, residual in ((fp32, fp32), (bf16, fp32), (bf16, bf16), (bf16, None))
             for dropout_p in (0.0, 0.3)]  # fmt: skip
 
 
