@@ -6,8 +6,8 @@ Where something must see a call that it can name (torch.compile, torch.export, d
 the operator torch.ops.fused_layernorm.norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other
 subclasses, torch.jit.trace, no kernels for the device): PyTorch operations.
 
-What surrounds a norm (residual, dropout, activation) is a stage of the kernels where they have it (_ops.has_stages), and
-otherwise PyTorch operations around one of the paths above, by the same formulas (reference.py).
+What surrounds a norm: residual and dropout before it are stages of the kernels where there are any (_ops.has_stages);
+all else is PyTorch operations around one of the paths above, by the same formulas (reference.py).
 """
 
 from __future__ import annotations
