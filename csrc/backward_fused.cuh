@@ -508,7 +508,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 #pragma unroll 1
       for (int turn = 0; row < rows; row += slice.row_step, turn ^= 1) {
         ring.wait_full();
-        RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<AddTo> ? kVecs : 1];
+        RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<AddTo> ? kVecs : 1] = {};
         RawVec<x_t, kVec> grad_raw[kVecs];
         const auto entry = ring.entry(params, ring.stage, row, group);
         const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);

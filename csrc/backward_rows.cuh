@@ -31,7 +31,7 @@ template <typename scalar_t, typename T = acc_type<scalar_t>>
 struct RowStats : SavedStats<T> {
   // A row of one element does not spread: with rstd = 0 grad_input is 0 whatever the rounding of the sums.
   __device__ RowStats(SavedStats<T> saved, const NormBackwardParams& params) : SavedStats<T>(saved) {
-    if (params.mean && params.hidden_size == 1 && params.stats_grad) this->rstd = 0;
+    if (params.mean && params.hidden_size == 1) this->rstd = 0;
   }
   __device__ T centered(T x) const {
     const T difference = sub(x, this->mean);

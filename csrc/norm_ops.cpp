@@ -9,6 +9,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #ifdef FUSED_LAYERNORM_WITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -476,7 +477,13 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
                                       : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
                                                                                                    : at::kFloat;
   const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const RowView x_rows(of_dtype(x, kernel_dtype), normalized_ndim, extent);
+  // LayerNorm of one element is 0 and, to the kernels, constant. With frozen statistics it has a slope: as RMSNorm of 0.
+  const bool is_zero = !stats_grad && !is_rms_norm && extent.hidden_size == 1;
+  if (is_zero) {
+    params.is_rms_norm = true;
+    params.mean = params.mean_tail = nullptr;
+  }
+  const RowView x_rows(of_dtype(is_zero ? at::zeros_like(x) : x, kernel_dtype), normalized_ndim, extent);
   const RowView grad_rows(of_dtype(grad_output, kernel_grad_dtype), normalized_ndim, extent);
   params.grad_output = grad_rows.tensor.const_data_ptr();
   params.x = x_rows.tensor.const_data_ptr();
