@@ -1,5 +1,5 @@
-// The add stages (AddStage, AddGradStage in norm_params.h) as template arguments of the kernels, dropout, and arithmetic
-// that rounds the same way everywhere.
+// The add stages (AddStage, AddGradStage in norm_params.h) as template arguments of the kernels, dropout, and
+// arithmetic that rounds the same way everywhere.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -57,8 +57,7 @@ __device__ __forceinline__ void drop_out(T (&values)[kVec], const Dropout& dropo
   for (int i = 0; i < kVec; i += 4) {
     const PhiloxWords words = dropout_words(seed, offset, row, static_cast<uint32_t>((col + i) / 4));
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      values[i + k] = words.word[k] >= dropout.threshold ? mul(values[i + k], scale) : T(0);
+    for (int k = 0; k < 4; ++k) values[i + k] = words.word[k] >= dropout.threshold ? mul(values[i + k], scale) : T(0);
   }
 }
 

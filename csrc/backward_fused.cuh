@@ -34,10 +34,10 @@ struct Slice {
   }
 };
 
-// Rows of x and grad_output, and with an add stage of grad_residual_out, on their way from memory to the threads of a persistent block, some turns ahead of their
-// use: a ring of stages in shared memory, each with one turn's rows of all. From sm_90 on a warp of its own asks the
-// copy engine for them, as the aligned 16 bytes that cover a row wherever it lies; else each thread brings just the
-// vectors that it will read.
+// Rows of x and grad_output, and with an add stage of grad_residual_out, on their way from memory to the threads of a
+// persistent block, some turns ahead of their use: a ring of stages in shared memory, each with one turn's rows of all.
+// From sm_90 on a warp of its own asks the copy engine for them, as the aligned 16 bytes that cover a row wherever it
+// lies; else each thread brings just the vectors that it will read.
 //
 // A row keeps its address's place within 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu:
 // 673 MB for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
@@ -81,7 +81,7 @@ struct RowRing {
   };
 
   unsigned memory, full, entries, mean_tails, residuals;  // shared addresses: of the first stage and what belongs to it
-  static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a stage's full barrier to its empty one
+  static constexpr unsigned kEmpty = 8 * kMaxDepth;       // from a stage's full barrier to its empty one
   int depth, elements, stage = 0;
   unsigned parity = 0;
 
@@ -135,9 +135,7 @@ struct RowRing {
       }
       const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(element_bytes);
       data += slice.first_col * static_cast<int64_t>(element_bytes);
-      const auto source_of = [&](int row) {
-        return data + strides.offset(row) * static_cast<int64_t>(element_bytes);
-      };
+      const auto source_of = [&](int row) { return data + strides.offset(row) * static_cast<int64_t>(element_bytes); };
       const auto past_of = [&](const char* source) {
         return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
       };
@@ -228,8 +226,8 @@ struct RowRing {
 #pragma unroll 1
       for (int vec = rank; vec * kVec < elements; vec += kThreads) {
         if constexpr (kAligned) {
-          copy_vec_async<kVec * static_cast<int>(sizeof(T))>(target + vec * kVec * static_cast<int>(sizeof(T)),
-                                                             source + vec * kVec);
+          copy_vec_async<kVec* static_cast<int>(sizeof(T))>(target + vec * kVec * static_cast<int>(sizeof(T)),
+                                                            source + vec * kVec);
         } else {
           for (int i = vec * kVec; i < min(vec * kVec + kVec, elements); ++i)
             store_shared_element(target + i * static_cast<int>(sizeof(T)), __ldg(source + i));
@@ -268,8 +266,7 @@ struct RowRing {
     if constexpr (kBulk) {
       const uint4 found = load_shared(entries + 16 * (of_stage * kRows + group));
       unsigned residual = 0;
-      if constexpr (kAdds<AddTo>)
-        residual = load_shared_element<unsigned>(residuals + 4 * (of_stage * kRows + group));
+      if constexpr (kAdds<AddTo>) residual = load_shared_element<unsigned>(residuals + 4 * (of_stage * kRows + group));
       return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual};
     }
     const auto at = [&](int tensor) { return start(of_stage, tensor) + group * pitch_of(tensor); };
@@ -545,10 +542,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       for (; row < rows; row += slice.row_step, ++turn) {
         ring.wait_full();
         const auto entry = ring.entry(params, ring.stage, row, group);
-        exchange.share(
-            turn, add_up(
-                      ring.stats(params, entry, ring.stage, row, group), [&](int v) { return read(entry.x, v); },
-                      [&](int v) { return read_grad(entry.grad, v); }));
+        exchange.share(turn,
+                       add_up(
+                           ring.stats(params, entry, ring.stage, row, group), [&](int v) { return read(entry.x, v); },
+                           [&](int v) { return read_grad(entry.grad, v); }));
         if (turn > 0) finish();
         ring.next_stage();
       }

@@ -102,8 +102,8 @@ struct Stage {
   }
 };
 
-// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `own` of
-// the row. Every load is under way before the first is used, and z is written when it is made.
+// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `own`
+// of the row. Every load is under way before the first is used, and z is written when it is made.
 template <typename Plan, typename x_t, typename scalar_t>
 __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
                                          const x_t* x, int64_t row, int hidden_size, int own) {

@@ -28,8 +28,8 @@ __device__ __forceinline__ void store_quad(void* target, DType dtype, int64_t of
 }
 
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads) add_kernel(const __grid_constant__ NormForwardParams params,
-                                                           const __grid_constant__ AddStage stage) {
+__global__ void __launch_bounds__(kQuadThreads)
+    add_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ AddStage stage) {
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
     acc_t z[4];
     load_vec_as<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(kQuadThreads)
 __global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid_constant__ DropoutMaskParams params) {
   const Dropout& dropout = params.dropout;
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
-    const PhiloxWords words =
-        dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
+    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       if (k < count) params.mask[row * params.hidden_size + col + k] = words.word[k] >= dropout.threshold;

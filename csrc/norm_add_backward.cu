@@ -42,8 +42,7 @@ cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
       if (residence.clusters == 0) return cudaErrorNotSupported;
       const int64_t turns = (params.rows + Plan::kRows - 1) / Plan::kRows;
       return f(types, plan,
-               AddGradLaunch{cluster, residence.depth,
-                             static_cast<int>(std::min<int64_t>(turns, residence.clusters))});
+               AddGradLaunch{cluster, residence.depth, static_cast<int>(std::min<int64_t>(turns, residence.clusters))});
     });
   });
 }
@@ -63,8 +62,7 @@ NormBackwardParams norm_of_z(const NormBackwardParams& params) {
 // Of the workspace, for the gradient of the norm where no result is of its type; the norm's own comes after.
 int64_t gradient_bytes(const NormBackwardParams& params) {
   const AddGradStage& stage = *params.add;
-  if (!(params.grad_input || stage.grad_residual) ||
-      (params.grad_input && stage.grad_input_dtype == params.x_dtype) ||
+  if (!(params.grad_input || stage.grad_residual) || (params.grad_input && stage.grad_input_dtype == params.x_dtype) ||
       (stage.grad_residual && stage.grad_residual_dtype == params.x_dtype))
     return 0;
   return (params.rows * params.hidden_size * dtype_bytes(params.x_dtype) + 15) / 16 * 16;

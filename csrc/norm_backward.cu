@@ -4,11 +4,11 @@
 //   grad_input = (wdy - x_hat*c1 - c2)*rstd      grad_weight = sum over rows(grad_output*x_hat)
 //                                                grad_bias   = sum over rows(grad_output)
 //
-// Two strategies here (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused: persistent blocks
-// walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers and leave one
-// partial sum a block. Split: blocks of rows and blocks of columns side by side in one launch. Both take the same steps
-// per row in the same order with pinned rounding, so grad_input has the same bits either way. Partial sums are added in
-// a fixed order: no atomics, no dependence on timing.
+// Two strategies (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused (backward_fused.cuh):
+// persistent blocks walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers
+// and leave one partial sum a block. Split: blocks of rows and blocks of columns side by side in one launch. Both take
+// the same steps per row in the same order with pinned rounding, so grad_input has the same bits either way. Partial
+// sums are added in a fixed order: no atomics, no dependence on timing.
 #include "backward_fused.cuh"
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
@@ -323,7 +323,8 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     if constexpr (sizeof(scalar_t) < 8) {
       if (launch.fused) {
         const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
-                                       launch.depth * RowRing<scalar_t, Plan, NoAdd>::kStageBytes, launch.cluster, stream);
+                                       launch.depth * RowRing<scalar_t, Plan, NoAdd>::kStageBytes, launch.cluster,
+                                       stream);
         const cudaError_t error =
             cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, weight_t, Plan, NoAdd>, params,
                                inverse_n, launch.depth, NoAdd{});

@@ -3,9 +3,9 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// Here each row is in the registers of a group of threads, or of a cluster. How the statistics are put together is said
-// in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu), or shared
-// by the whole card (norm_huge.cu).
+// Each row is in the registers of a group of threads, or of a cluster (forward_kernel.cuh). How the statistics are put
+// together is said in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu), or shared by the
+// whole card (norm_huge.cu).
 #include "dispatch.cuh"
 #include "forward_kernel.cuh"
 #include "forward_rows.cuh"

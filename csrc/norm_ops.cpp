@@ -461,8 +461,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
       stage.grad_residual_out_strides = grad_residual_rows->strides;
     }
     stage.grad_residual = wants_residual && !is_shared ? gradients.residual.mutable_data_ptr() : nullptr;
-    stage.grad_output_dtype = dtype_of(x.scalar_type() == at::kFloat && grad_dtype != at::kDouble ? grad_dtype
-                                                                                                  : kernel_dtype);
+    stage.grad_output_dtype =
+        dtype_of(x.scalar_type() == at::kFloat && grad_dtype != at::kDouble ? grad_dtype : kernel_dtype);
     stage.grad_input_dtype = dtype_of(grad_input_dtype);
     stage.grad_residual_dtype = dtype_of(add->residual_dtype.value_or(x_dtype));
     stage.dropout = dropout;
@@ -473,11 +473,12 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const bool takes_narrow = add && has_add_stage(params, x);
   if (!takes_narrow) stage.grad_output_dtype = params.x_dtype;
   const at::ScalarType kernel_grad_dtype = stage.grad_output_dtype == params.x_dtype ? kernel_dtype : grad_dtype;
-  const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()         ? kernel_dtype
+  const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
                                       : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
-                                                                                                   : at::kFloat;
+                                                                                             : at::kFloat;
   const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  // LayerNorm of one element is 0 and, to the kernels, constant. With frozen statistics it has a slope: as RMSNorm of 0.
+  // LayerNorm of one element is 0 and, to the kernels, constant. With frozen statistics it has a slope: as RMSNorm of
+  // 0.
   const bool is_zero = !stats_grad && !is_rms_norm && extent.hidden_size == 1;
   if (is_zero) {
     params.is_rms_norm = true;
@@ -502,7 +503,9 @@ Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, dou
   const DeviceScope scope(philox);
   Tensor mask = empty({rows, hidden_size}, at::kBool, philox);
   if (mask.numel() == 0) return mask;
-  const DropoutMaskParams params{static_cast<uint8_t*>(mask.mutable_data_ptr()), rows, hidden_size,
+  const DropoutMaskParams params{static_cast<uint8_t*>(mask.mutable_data_ptr()),
+                                 rows,
+                                 hidden_size,
                                  {philox.const_data_ptr<int64_t>(), dropout_threshold(dropout_p), 0}};
 #ifdef FUSED_LAYERNORM_WITH_CUDA
   if (philox.is_cuda()) {

@@ -232,7 +232,8 @@ __device__ __forceinline__ void store_vec_if(bool wanted, T* target, const acc_t
 // Whether a vector of elements of `bytes` bytes that is `offset` elements into a tensor begins where a vector may.
 template <int kVec>
 __device__ __forceinline__ bool is_aligned(const void* tensor, int bytes, int64_t offset) {
-  const unsigned at = static_cast<unsigned>(reinterpret_cast<uintptr_t>(tensor)) + static_cast<unsigned>(offset) * bytes;
+  const unsigned at =
+      static_cast<unsigned>(reinterpret_cast<uintptr_t>(tensor)) + static_cast<unsigned>(offset) * bytes;
   return at % min(kVec * bytes, 16) == 0;
 }
 

@@ -152,8 +152,9 @@ def fused_rms_norm(
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
-    plain = rounding == "torch" and not (activation or dropout_p or memory_efficient or accumulate_grad)
-    if plain and not is_dynamo_compiling():
+    if not (
+        activation or dropout_p or memory_efficient or accumulate_grad or rounding != "torch" or is_dynamo_compiling()
+    ):
         y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
