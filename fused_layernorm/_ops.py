@@ -330,6 +330,32 @@ def _register_sharding_rules() -> None:
         return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
             gradients(rows, sum_of_rows, sum_of_rows), [rows, rows, whole(weight), stats, *no_tensors]))  # fmt: skip
 
+    # The operators with a residual: without dropout, whose mask follows from the row's number in the whole tensor.
+    @register_sharding(add_norm_operator)
+    def _(x, residual, weight, bias, philox, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        found = rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            [rows, rows, stats],
+            [rows, None if residual is None else rows, whole(weight), whole(bias), whole(philox), *no_tensors],
+        ))  # fmt: skip
+        return found if philox is None else found[:1]
+
+    @register_sharding(torch.ops.fused_layernorm.add_norm_backward.default)
+    def _(grad_output, grad_residual_out, z, weight, stats, philox, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        wants_x, wants_weight, bias_dtype, x_dtype, residual_dtype = (*options[2:5], *options[7:9])
+        wants_residual = residual_dtype is not None and not (wants_x and residual_dtype == x_dtype)  # else it is grad_x
+        wants = (wants_x, wants_residual, wants_weight, bias_dtype)
+
+        def gradients(*placements):
+            return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
+
+        found = rules(z, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            gradients(rows, rows, sum_of_rows, sum_of_rows),
+            [rows, None if grad_residual_out is None else rows, rows, whole(weight), stats, whole(philox), *no_tensors],
+        ))  # fmt: skip
+        return found if philox is None else found[:1]
+
 
 # ---- the warning about the reference ---------------------------------------------------------------------------------
 

@@ -367,7 +367,7 @@ def _add_norm(
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
     has_stage = rounding == "torch" and _ops.has_stages(x.device.type)
-    if has_stage and _takes_operator(x, weight, bias, residual, distributed=False):
+    if has_stage and _takes_operator(x, weight, bias, residual, distributed=philox is None):
         y, z, _ = _ops.add_norm_operator(x, residual, weight, bias, philox, len(shape), eps, weight_offset,
                                          is_rms_norm, y_dtype, stats_grad, dropout_p if training else 0.0,
                                          z_dtype)  # fmt: skip
