@@ -47,18 +47,31 @@ using x_type = typename TypeOfX<Stage, scalar_t>::type;
 template <typename Stage>
 constexpr bool kAdds = !std::is_same<Stage, NoAdd>::value;
 
-// keep * dropout_scale * value for the columns from `col` on, a multiple of 4.
-template <int kVec, typename T>
-__device__ __forceinline__ void drop_out(T (&values)[kVec], const Dropout& dropout, int64_t row, int64_t col) {
-  static_assert(kVec % 4 == 0, "random words come by fours");
-  const int64_t seed = __ldg(dropout.philox), offset = __ldg(dropout.philox + 1);
-  const T scale = static_cast<T>(dropout.scale);
+// Dropout of the elements of one row.
+struct RowDropout {
+  int64_t seed, offset, row;
+  uint64_t threshold;
+  double scale;
+
+  __device__ RowDropout(const Dropout& dropout, int64_t row)
+      : seed(__ldg(dropout.philox)),
+        offset(__ldg(dropout.philox + 1)),
+        row(row),
+        threshold(dropout.threshold),
+        scale(dropout.scale) {}
+
+  // keep * dropout_scale * value for the columns from `col` on, a multiple of 4.
+  template <int kVec, typename T>
+  __device__ __forceinline__ void apply(T (&values)[kVec], int64_t col) const {
+    static_assert(kVec % 4 == 0, "random words come by fours");
 #pragma unroll
-  for (int i = 0; i < kVec; i += 4) {
-    const PhiloxWords words = dropout_words(seed, offset, row, static_cast<uint32_t>((col + i) / 4));
+    for (int i = 0; i < kVec; i += 4) {
+      const PhiloxWords words = dropout_words(seed, offset, row, static_cast<uint32_t>((col + i) / 4));
 #pragma unroll
-    for (int k = 0; k < 4; ++k) values[i + k] = words.word[k] >= dropout.threshold ? mul(values[i + k], scale) : T(0);
+      for (int k = 0; k < 4; ++k)
+        values[i + k] = words.word[k] >= threshold ? mul(values[i + k], static_cast<T>(scale)) : T(0);
+    }
   }
-}
+};
 
 }  // namespace fused_layernorm

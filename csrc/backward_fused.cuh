@@ -19,13 +19,14 @@ struct Slice {
   int elements;             // may be 0 in the last blocks
   int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
 
-  template <typename Plan>
+  // In whole sets of kSet vectors, so that tensors of a narrower type are made of 16 bytes too.
+  template <typename Plan, int kSet>
   __device__ static Slice of(const NormBackwardParams& params) {
     Slice slice;
     slice.blocks = Plan::kClusters ? cluster_size() : 1;
     slice.rank = Plan::kClusters ? cluster_rank() : 0;
     const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
-    const int64_t most = (vecs + slice.blocks - 1) / slice.blocks * Plan::kVec;
+    const int64_t most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
     slice.first_col = slice.rank * most;
     slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
     slice.first_row = static_cast<int>(blockIdx.x) / slice.blocks * Plan::kRows;
@@ -400,7 +401,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   __shared__ typename Exchange::Shared exchange_shared;
 
   // Which rows, and which slice of them
-  const Slice slice = Slice::of<Plan>(params);
+  const Slice slice = Slice::of<Plan, static_cast<int>(sizeof(scalar_t) / sizeof(x_t))>(params);
   const int rank = Row::rank(), group = Row::group();
   Ring ring(ring_memory, ring_barriers, slice, depth);
   Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
@@ -486,7 +487,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           const bool is_there = elements_of(v) > 0;
           store_vec_if(is_there && add_to.grad_residual, grad_residual + v * kThreads * kVec, values);
           if (add_to.dropout.philox)
-            drop_out(values, add_to.dropout, row, slice.first_col + (v * kThreads + rank) * kVec);
+            RowDropout(add_to.dropout, row).apply(values, slice.first_col + (v * kThreads + rank) * kVec);
           store_vec_if(is_there && params.grad_input, grad_input + v * kThreads * kVec, values);
         } else if constexpr (kAligned) {
           store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);

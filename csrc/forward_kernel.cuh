@@ -119,10 +119,11 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
     z[v] = filled_vec<scalar_t, kVec>(acc_t(-0.0));  // x + -0 is x, also where that is -0
     if (stage.residual) z[v] = load_vec<scalar_t, kVec>(residual + v * kStep);
   });
-  const auto sum = [&](int v, auto drops) {
+  // `drop` is given one vector of x
+  const auto sum = [&](int v, auto drop) {
     acc_t from_x[kVec], values[kVec];
     unpack(x_raw[v], from_x);
-    if constexpr (decltype(drops)::value) drop_out(from_x, stage.dropout, row, own + v * kStep);
+    drop(from_x, own + v * kStep);
     unpack(z[v], values);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
@@ -130,12 +131,13 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
     store_raw(residual_out + v * kStep, z[v]);
   };
   if (stage.dropout.philox) {
+    const RowDropout dropout(stage.dropout, row);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
-      if (is_there(v, false)) sum(v, std::true_type{});
+      if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
   } else {
     for_each_vec<Plan>(hidden_size, [&](int v, auto whole) {
-      if (is_there(v, whole)) sum(v, std::false_type{});
+      if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
     });
   }
 }

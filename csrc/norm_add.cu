@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kQuadThreads)
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
     acc_t z[4];
     load_vec_as<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
-    if (stage.dropout.philox) drop_out(z, stage.dropout, row, col);
+    if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(z, col);
     if (stage.residual) {
       acc_t residual[4];
       load_vec_as<4>(residual, stage.residual, stage.residual_dtype, stage.residual_strides.offset(row) + col, count);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kQuadThreads)
       for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], skip[i]);
     }
     if (stage.grad_residual) store_quad(stage.grad_residual, stage.grad_residual_dtype, at, grad, count);
-    if (stage.dropout.philox) drop_out(grad, stage.dropout, row, col);
+    if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(grad, col);
     if (params.grad_input) store_quad(params.grad_input, stage.grad_input_dtype, at, grad, count);
   });
 }

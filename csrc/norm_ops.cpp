@@ -354,6 +354,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   AddStage stage;
   if (add) {
     stage = {};
+    stage.residual_strides = RowStrides{extent.rows, 0, 0};
     if (add->residual.defined()) {
       residual_rows.emplace(add->residual, normalized_ndim, extent);
       stage.residual = residual_rows->tensor.const_data_ptr();
@@ -455,6 +456,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   AddGradStage stage;
   if (add) {
     stage = {};
+    stage.grad_residual_out_strides = RowStrides{extent.rows, 0, 0};
     if (add->grad_residual_out.defined()) {
       grad_residual_rows.emplace(of_dtype(add->grad_residual_out, kernel_dtype), normalized_ndim, extent);
       stage.grad_residual_out = grad_residual_rows->tensor.const_data_ptr();
