@@ -6,6 +6,7 @@ around it by definition, in fp64. A case is a line of a table here too.
 """
 
 import copy
+import inspect
 import math
 import os
 import pickle
@@ -141,7 +142,8 @@ def add_cases():
             add((11, 131), dtype=bf16, residual=fp32, uses=uses, dropout_p=dropout_p)
     mixes = ((bf16, bf16, bf16), (bf16, fp32, bf16), (fp16, fp16, fp32), (fp16, fp32, fp32), (fp32, fp32, fp32))
     # each plan of the CUDA kernels with an add stage, and beyond the last
-    for hidden_size in (8, 256, 264, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 40000):
+    sizes = (8, 256, 264, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 8216, 12288, 16384, 40000)
+    for hidden_size in sizes:
         for dtype, residual, parameters in mixes:
             for dropout_p in (0.0, 0.1):
                 add((5, hidden_size), dtype=dtype, residual=residual, parameters=parameters, dropout_p=dropout_p)
@@ -415,6 +417,15 @@ def test_bad_adds(device, op, name):
     call, exception, message = BAD_ADDS[name]
     with pytest.raises(exception, match=message):
         call(ADD_OPS[op], torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_signature(name):
+    """what comes after eps is by keyword, says the signature, and every keyword is in it"""
+    parameters = inspect.signature(getattr(fused_layernorm, f"fused_{name}")).parameters
+    by_keyword = [p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert list(parameters)[:4] == ["x", "weight", "bias", "eps"] and len(by_keyword) == len(parameters) - 4
+    assert {"stats_grad", "activation", "dropout_p", "memory_efficient", "out_dtype"} <= set(by_keyword)
 
 
 # ---- operators, torch.compile ----------------------------------------------------------------------------------------
