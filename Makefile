@@ -1,9 +1,13 @@
 # make test, make bench: set up everything in a virtual environment (first time: minutes), then run.
+# make fuzz: thousands of new random cases a test (FUZZ=n: so many; FUZZ_DEVICE=cuda: on the GPU).
+# make audit: known vulnerabilities and licences of what is installed in the environment.
 # make test-models: the same for replace_norms on models of other packages, which it installs.
 #   PYTHON=python3.12   the Python that the environment is made with
 #   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
 #   VENV=path           the environment
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
+#   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
+# make wheel: into dist/, for the torch of the environment, whose minor version it requires.
 # make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
@@ -14,6 +18,12 @@ ARGS ?=
 # Without a card: a version whose CPU build pip can find on an index that has one; with a card: the newest.
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 
+# With a card: one, as tests measure its memory, and some fill it.
+WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
+# worksteal: tests of one file stay in one process for the most part, and share its fixtures.
+PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
+  $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal)
+
 BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
@@ -22,17 +32,27 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl examp
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models bench build test-here test-models-here bench-here record new-op lint format clean distclean
+.PHONY: test test-models fuzz audit tidy bench build test-here test-models-here bench-here record wheel new-op lint format \
+  clean distclean
 
 test: $(BUILT)
-	$(BIN)/python -m pytest --ignore=tests/test_models.py $(ARGS)
+	$(PYTEST) --ignore=tests/test_models.py $(ARGS)
 
 test-models: $(BUILT)
 	$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $(VENV)/torch.txt
 	vision=$$($(BIN)/python -c "import torch; print(',vision' if torch.version.cuda else '')") && \
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation --constraint $(VENV)/torch.txt \
 	  -e ".[test,models$$vision]"
-	$(BIN)/python -m pytest $(MODEL_TESTS) $(ARGS)
+	$(PYTEST) $(MODEL_TESTS) $(ARGS)
+
+fuzz: $(BUILT)
+	FUZZ=$(or $(FUZZ),5000) $(PYTEST) -q tests/test_fuzz.py $(ARGS)
+
+audit: $(BUILT)
+	$(BIN)/python -m pip install pip-audit pip-licenses
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV)/installed.txt # torch==2.13.0+cpu: 2.13.0
+	$(BIN)/pip-audit --strict --disable-pip --no-deps -r $(VENV)/installed.txt
+	$(BIN)/pip-licenses --order=license
 
 bench: $(BUILT)
 	$(BIN)/python test_benchmark.py $(ARGS)
@@ -55,6 +75,10 @@ record:
 	name=$$(echo "$${card#NVIDIA }" | tr 'A-Z ' 'a-z_' | tr -cd 'a-z0-9_-'); \
 	benchmarks/record.sh "$${out:-benchmarks/results/$$name}"
 
+wheel: $(BUILT)
+	FUSED_LAYERNORM_WHEEL=1 PATH="$(abspath $(BIN)):$$PATH" \
+	  $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
 new-op:
 	@test -n "$(NAME)" || { echo "make new-op NAME=fast_gelu [DEST=folder]"; exit 1; }
 	@$(PYTHON) examples/new_op.py $(NAME) $(DEST)
@@ -71,13 +95,24 @@ $(BUILT): $(BIN)/python $(BUILD_INPUTS)
 
 # The versions of the formatters stand in .pre-commit-config.yaml.
 $(TOOLS): .pre-commit-config.yaml | $(BIN)/python
-	$(BIN)/python -m pip install $$(grep -oE '(ruff|clang-format)==[0-9.]+' .pre-commit-config.yaml | sort -u)
+	$(BIN)/python -m pip install \
+	  $$(grep -oE '(ruff|clang-format|clang-tidy|mypy)==[0-9.]+' .pre-commit-config.yaml | sort -u)
 	touch $@
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+# Warnings of the compiler and of clang-tidy (.clang-tidy) in the bindings and the CPU kernels; needs a torch.
+TIDY_FLAGS = -std=c++20 -DTORCH_EXTENSION_NAME=x -Icsrc $(shell $(BIN)/python -c "import sysconfig; \
+  import torch.utils.cpp_extension as e; \
+  print(*('-isystem ' + path for path in [*e.include_paths(), sysconfig.get_path('include')]))")
+tidy: $(BUILT) $(TOOLS)
+	set -e; flags="$(TIDY_FLAGS)"; for file in csrc/*.cpp; do \
+	  $(CXX) -fsyntax-only -fopenmp -Wall -Wextra -Werror $$flags $$file; \
+	  $(BIN)/clang-tidy --quiet --warnings-as-errors='*' $$file -- $$flags; done
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

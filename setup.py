@@ -8,6 +8,7 @@ Environment variables:
   CUDA_HOME                 the CUDA toolkit; default: found from nvcc on PATH, /usr/local/cuda, the nvidia packages
   MAX_JOBS                  compilers that run at once (with ninja; default: one a core)
   FUSED_LAYERNORM_PTXAS=1   print the registers and spills of every kernel
+  FUSED_LAYERNORM_WHEEL=1   a wheel to hand on (make wheel): its name and what it requires say which torch it is for
 
 The torch that the extension is built for is the one in the environment that will use it: pyproject.toml names no torch
 as a build requirement, or an isolated build would fetch another one and compile for that.
@@ -30,7 +31,7 @@ source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_source_hash.py"))[
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_toolchain.py")))
 
 CannotBuild = toolchain.CannotBuild
-LICENSE = "BSD-3-Clause"
+COMMON = {"license": "BSD-3-Clause", "install_requires": ["torch>=2.11"]}
 BUILDING_COMMANDS = {"build", "build_py", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 
 
@@ -74,6 +75,13 @@ def import_torch():
 # ---- what to build ---------------------------------------------------------------------------------------------------
 
 
+def without_folders(torch) -> list[str]:
+    """Flags that keep the folders of this machine out of the extension, so that a build in another folder is the same
+    file: error messages hold the names of source files."""
+    torch_home = Path(torch.__file__).resolve().parent.parent
+    return [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, torch_home)]
+
+
 def make_extension(torch) -> tuple[object, dict]:
     """(extension, its build record); raises CannotBuild."""
     recipe = toolchain.recipe(torch, ROOT / "csrc")
@@ -83,6 +91,8 @@ def make_extension(torch) -> tuple[object, dict]:
         shout("fused_layernorm: building the CPU kernels only.", recipe["no_cuda"])
     from torch.utils import cpp_extension
 
+    # The record of the build leaves the folders out, for the same reason.
+    flags = recipe["flags"] | {"cxx": recipe["flags"]["cxx"] + without_folders(torch)}
     settings = {
         "sources": [path.relative_to(ROOT).as_posix() for path in recipe["sources"]],
         "include_dirs": [str(ROOT / "csrc")],
@@ -92,11 +102,18 @@ def make_extension(torch) -> tuple[object, dict]:
     }
     if recipe["cuda"]:
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
-        extension = cpp_extension.CUDAExtension(recipe["name"], extra_compile_args=recipe["flags"], **settings)
+        extension = cpp_extension.CUDAExtension(recipe["name"], extra_compile_args=flags, **settings)
         link_runtime_by_version(extension, torch.version.cuda)
     else:
-        extension = cpp_extension.CppExtension(recipe["name"], extra_compile_args=recipe["flags"]["cxx"], **settings)
+        extension = cpp_extension.CppExtension(recipe["name"], extra_compile_args=flags["cxx"], **settings)
     return extension, recipe["record"] | {"csrc_hash": source_hash(ROOT / "csrc")}
+
+
+def of_one_torch(version: str, cuda: str | None) -> tuple[str, str]:
+    """What a wheel's version ends with, and which torch it requires: a minor version, and a major one of CUDA, which
+    pip cannot ask for, so that the import does."""
+    minor = ".".join(version.split(".")[:2])
+    return f"+torch{minor}.{'cu' + cuda.split('.')[0] if cuda else 'cpu'}", f"torch=={minor}.*"
 
 
 def link_runtime_by_version(extension, torch_cuda: str) -> None:
@@ -168,28 +185,35 @@ def make_build_ext(record: dict, temporary: Path):
 
 
 def main() -> None:
+    options = {}
+    if toolchain.flag("FUSED_LAYERNORM_WHEEL"):  # pip asks for the metadata apart from the build
+        torch = import_torch()
+        tag, requirement = of_one_torch(torch.__version__, torch.version.cuda)
+        COMMON["install_requires"] = [requirement]
+        options["egg_info"] = {"tag_build": tag}
     if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist: no need to look at torch and compilers
-        setup(license=LICENSE, cmdclass={"build_py": make_build_py(None)})
+        setup(**COMMON, cmdclass={"build_py": make_build_py(None)}, options=options)
         return
     try:
         torch = import_torch()
         extension, record = make_extension(torch)
     except CannotBuild as error:
-        if toolchain.flag("FORCE_CUDA"):
-            raise SystemExit(f"FORCE_CUDA=1, but no extension can be built: {error}") from None
+        for name in ("FORCE_CUDA", "FUSED_LAYERNORM_WHEEL"):
+            if toolchain.flag(name):
+                raise SystemExit(f"{name}=1, but no extension can be built: {error}") from None
         shout("fused_layernorm: installing WITHOUT compiled kernels; the slower PyTorch reference is used.", str(error))
         setup(
-            license=LICENSE,
+            **COMMON,
             cmdclass={"build_py": make_build_py(str(error))},
             options={"build": {"build_base": "build/none"}},
         )
         return
     build_base = Path("build") / f"{record['extension']}-torch{record['torch']}{'-debug' if record['debug'] else ''}"
     setup(
-        license=LICENSE,
+        **COMMON,
         ext_modules=[extension],
         cmdclass={"build_py": make_build_py(None), "build_ext": make_build_ext(record, build_base / "objects")},
-        options={"build": {"build_base": str(build_base)}},
+        options=options | {"build": {"build_base": str(build_base)}},
     )
 
 

@@ -159,6 +159,15 @@ def cases():
             add((3, hidden_size), dtype=dtype, cuda_only=3 * hidden_size > CPU_ELEMENTS)
             if hidden_size <= 8192:
                 add((199, hidden_size), dtype=dtype, cuda_only=199 * hidden_size > CPU_ELEMENTS)
+    # The plans of the CUDA kernels (csrc/launch_plan.h), for few rows and for many
+    for hidden_size in (24, 384, 1536, 2048, 3000, 5120, 24584):  # made of whole 16 bytes
+        for dtype in (bf16, fp32):
+            add((3, hidden_size), dtype=dtype, cuda_only=True)
+            add((1200, hidden_size), dtype=dtype, cuda_only=True)
+    for hidden_size in (33, 130, 257, 513, 1537, 2049, 3001, 4097, 6001, 8193, 24582):
+        for dtype in (bf16, fp32):
+            add((3, hidden_size), dtype=dtype, cuda_only=True)
+            add((1200, hidden_size), dtype=dtype, cuda_only=True)
     for dtype in (bf16, fp32):
         add((1 << 20, 64), dtype=dtype, cuda_only=True)
         add((8, 4_000_003), dtype=dtype, cuda_only=True)
@@ -425,10 +434,13 @@ def expected(case, inputs):
          where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
       2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
          parameters.
-    Where |mean| >> sigma, rounding the mean shifts all of x_hat by up to |mean| * rstd units. The method is compensated
-    for that in fp32; other dtypes are granted it (16-bit results hide it, fp64 has digits to spare).
+    Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts
+    as that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
+    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: mean|x_hat| units. Rounding
+    the mean itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are
+    granted the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean
+    would be held to fewer digits than its row has.
     """
-    few = 4 + case.hidden_size.bit_length() / 2
     # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
     unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
     wide = Inputs(*(None if t is None else t.detach().double() for t in vars(inputs).values()))
@@ -446,8 +458,13 @@ def expected(case, inputs):
     eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
     rstd = ((x - mean).square().mean(1, keepdim=True) + eps).rsqrt()
     x_hat = (x - mean) * rstd
-    shift = torch.zeros_like(rstd) if case.dtype == fp32 else mean.abs() * rstd
-    wdy = (w * dy).abs()
+    tiny = torch.finfo(reference_dtype(case)).tiny
+    few = 4 + case.hidden_size.bit_length() / 2
+    few_of_row = few + tiny * rstd.square()
+    shift = mean.abs() * rstd * (few * unit if case.dtype == fp32 else 1)
+    if case.op == "layer_norm":
+        shift = shift + x_hat.abs().mean(1, keepdim=True)
+    wdy = (w * dy).abs() + tiny
     mean_wdy, mean_x_hat_wdy = wdy.mean(1, keepdim=True), (x_hat * wdy).abs().mean(1, keepdim=True)
 
     def over_rows(terms):  # sqrt(rows) * rms
@@ -455,11 +472,11 @@ def expected(case, inputs):
 
     b = 0.0 if wide.bias is None else wide.bias.reshape(-1).abs()
     terms = {
-        "y": few * ((x_hat * w).abs() + b) + shift * w.abs(),
-        "x": rstd * (few * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
+        "y": few_of_row * ((x_hat * w).abs() + b + tiny) + shift * w.abs(),
+        "x": rstd * (few_of_row * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
                      + shift * (x_hat.abs() * mean_wdy + mean_x_hat_wdy)),
-        "weight": few * over_rows(dy * (x_hat.abs() + shift)),
-        "bias": few * over_rows(dy),
+        "weight": over_rows((dy * (few_of_row * x_hat.abs() + shift)).abs().clamp_min(few * tiny)),
+        "bias": few * over_rows(dy.abs().clamp_min(tiny)),
     }  # fmt: skip
     dtypes = {"y": case.y_dtype, "x": case.dtype}
     limits = {}

@@ -15,7 +15,15 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from test_benchmark import DIRECTIONS, DTYPES, HOST_DIRECTIONS, PROVIDERS, SMALL_SHAPES, SWEEP_BYTES  # noqa: E402
+from test_benchmark import (  # noqa: E402
+    DIRECTIONS,
+    DTYPES,
+    HOST_DIRECTIONS,
+    PROVIDERS,
+    SMALL_SHAPES,
+    SWEEP_BYTES,
+    against_fastest_roof,
+)
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the markers tell the lines apart without any colour.
 STYLES = {
@@ -36,7 +44,7 @@ def plot_record(path):
     """Draws the record at `path`; yields the paths of the PNGs."""
     path = Path(path)
     record = json.loads(path.read_text())
-    results = record["results"]
+    results = against_fastest_roof(record)
     where = f"{record['meta']['device']}, torch {record['meta']['torch']}"
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         for op in unique(results, "op"):

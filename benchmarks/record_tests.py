@@ -34,6 +34,12 @@ def main(report, folder):
             "failed_names": [case.get("name") for case in cases if outcome(case) == "failed"],
             "skip_reasons": dict(skips),
         },
+        # What tests measured (pytest's record_property), by the test's name.
+        "figures": {
+            case.get("name"): {item.get("name"): item.get("value") for item in case.iter("property")}
+            for case in cases
+            if case.find("properties") is not None
+        },
     }
     path = Path(folder) / f"tests_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")

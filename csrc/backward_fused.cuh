@@ -310,6 +310,21 @@ struct RowRing {
   }
 };
 
+// The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that are not there.
+template <int kSums, typename T>
+__device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
+  using Lanes = RowThreads<32, 1>;
+  constexpr int kLanes = kSums < 32 ? kSums : 32;
+  Pair<T> sum{0, 0};
+#pragma unroll
+  for (int index = 0; index < kSums; index += kLanes) {
+    const Pair<T> here = shared[index + threadIdx.x % kLanes];
+    sum.first += here.first;
+    sum.second += here.second;
+  }
+  return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
+}
+
 // The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
 // for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
 // can share row j only when all have shared row j - 2, and so have collected row j - 4.
@@ -365,20 +380,8 @@ struct SumExchange {
     const int slot = turn % kSlots;
     wait_barrier(ready + 8 * slot, turn / kSlots % 2);
     const Pair<T>* shared = sums + slot * kCluster * kWarps;
-    if constexpr (!Plan::kClusters) {
-      return sum_of_warps<kWarps>(shared);
-    } else {
-      constexpr int kSums = kCluster * kWarps;  // those of blocks that are not there are 0
-      constexpr int kLanes = kSums < 32 ? kSums : 32;
-      Pair<T> sum{0, 0};
-#pragma unroll
-      for (int index = 0; index < kSums; index += kLanes) {
-        const Pair<T> here = shared[index + threadIdx.x % kLanes];
-        sum.first += here.first;
-        sum.second += here.second;
-      }
-      return {Row::template lanes_sum<kLanes>(sum.first), Row::template lanes_sum<kLanes>(sum.second)};
-    }
+    if constexpr (Plan::kClusters) return sum_of_cluster<kCluster * kWarps>(shared);
+    return sum_of_warps<kWarps>(shared);
   }
 };
 
@@ -411,9 +414,9 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     __syncthreads();
   }
 
-  // Elements of the slice from this thread's first vector on; its others are kThreads vectors apart
-  const int elements_left = slice.elements - rank * kVec;
-  const auto elements_of = [&](int v) { return elements_left - v * kThreads * kVec; };
+  const Places<Plan, !kAligned> held(slice.elements, rank * kVec);
+  const auto elements_of = [&](int v) { return held.count(v); };
+  const auto column_of = [&](int v) { return (held.index(v) * kThreads + rank) * kVec; };
   acc_t grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
   if (threadIdx.x >= kThreads * kRows) {
     ring.ask_for_all(params, add_to, slice);
@@ -421,7 +424,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     acc_t weight[kVecs][kVec];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t col = slice.first_col + (v * kThreads + rank) * kVec;
+      const int64_t col = slice.first_col + column_of(v);
       if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
         load_weight<float>(weight[v], params, col, elements_of(v));
       } else {
@@ -445,58 +448,67 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     // Of whole vectors, where the slice has no v-th for this thread, the row's first with weight 0 takes its place: no
     // branch is needed and nothing but the row's own values can reach its sums.
     // Without the copy engine that vector is another thread's to wait for.
-    const auto read_as = [&](auto type, unsigned at, int v) {
+    const auto read_as = [&](auto type, unsigned at, int v, auto whole) {
       using T = decltype(type);
-      if constexpr (kAligned && !Ring::kBulk) {
-        if (elements_of(v) <= 0) return zero_vec<T, kVec>();
+      if constexpr (kAligned) {
+        const bool is_there = elements_of(v) > 0;
+        if (!Ring::kBulk && !is_there) return zero_vec<T, kVec>();
+        return ring.template vec<T>(at, is_there ? v * kThreads + rank : 0, kVec);
+      } else {
+        return ring.template vec<T>(at, held.index(v) * kThreads + rank, whole ? kVec : elements_of(v));
       }
-      return ring.template vec<T>(at, kAligned && elements_of(v) <= 0 ? 0 : v * kThreads + rank, elements_of(v));
     };
-    const auto read = [&](unsigned at, int v) { return read_as(scalar_t{}, at, v); };
-    const auto read_grad = [&](unsigned at, int v) { return read_as(x_t{}, at, v); };
-    const auto read_skip = [&](unsigned at, int v) {
-      return kAdds<AddTo> && has_skip ? read(at, v) : zero_vec<scalar_t, kVec>();
+    const auto read = [&](unsigned at, int v, auto whole) { return read_as(scalar_t{}, at, v, whole); };
+    const auto read_grad = [&](unsigned at, int v, auto whole) { return read_as(x_t{}, at, v, whole); };
+    const auto read_skip = [&](unsigned at, int v, auto whole) {
+      return kAdds<AddTo> && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
+    };
+    const auto for_each = [&](auto&& f) {
+      if constexpr (kAligned) {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) f(v, std::true_type{});
+      } else {
+        held.for_each(f);
+      }
     };
     // Sums along the row, and this row's part of the sums along the columns
     const auto add_up = [&](const RowStats<scalar_t>& stats, auto x_vec, auto grad_vec) {
       Pair<acc_t> sums{0, 0};
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
+      for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec];
-        unpack(x_vec(v), x);
-        unpack(grad_vec(v), grad);
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
         add_to_row(sums, stats, x, grad, weight[v]);
         add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
-      }
+      });
       return sums;
     };
     const auto store = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, Pair<acc_t> sums, auto x_vec,
                            auto grad_vec, [[maybe_unused]] auto skip_vec) {
       const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
+      for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec], values[kVec];
-        unpack(x_vec(v), x);
-        unpack(grad_vec(v), grad);
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
         grad_input_of(values, stats, row_terms, x, grad, weight[v]);
         if constexpr (kAdds<AddTo>) {
           acc_t skip[kVec];
-          unpack(skip_vec(v), skip);
+          unpack(skip_vec(v, whole), skip);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) values[i] = add(values[i], skip[i]);
           const bool is_there = elements_of(v) > 0;
           store_vec_if(is_there && add_to.grad_residual, grad_residual + v * kThreads * kVec, values);
-          if (add_to.dropout.philox)
-            RowDropout(add_to.dropout, row).apply(values, slice.first_col + (v * kThreads + rank) * kVec);
+          if (add_to.dropout.philox) RowDropout(add_to.dropout, row).apply(values, slice.first_col + column_of(v));
           store_vec_if(is_there && params.grad_input, grad_input + v * kThreads * kVec, values);
         } else if constexpr (kAligned) {
           store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
         } else {
 #pragma unroll
           for (int i = 0; i < kVec; ++i)
-            if (i < elements_of(v)) grad_input[v * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
+            if (whole || i < elements_of(v))
+              grad_input[held.index(v) * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
         }
-      }
+      });
       grad_input += slice.row_step * params.hidden_size;
       if constexpr (kAdds<AddTo>) grad_residual += slice.row_step * params.hidden_size;
     };
@@ -510,21 +522,22 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         RawVec<x_t, kVec> grad_raw[kVecs];
         const auto entry = ring.entry(params, ring.stage, row, group);
         const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-          x_raw[v] = read(entry.x, v);
-          grad_raw[v] = read_grad(entry.grad, v);
-          if constexpr (kAdds<AddTo>) skip_raw[v] = read_skip(entry.residual, v);
-        }
+        for_each([&](int v, auto whole) {
+          x_raw[v] = read(entry.x, v, whole);
+          grad_raw[v] = read_grad(entry.grad, v, whole);
+          if constexpr (kAdds<AddTo>) skip_raw[v] = read_skip(entry.residual, v, whole);
+        });
         ring.release(params, add_to, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
         ring.next_stage();
-        const Pair<acc_t> sums = row_sum<Row>(
-            add_up(stats, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; }), scratch[turn]);
+        const Pair<acc_t> sums =
+            row_sum<Row>(add_up(
+                             stats, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; }),
+                         scratch[turn]);
         forget(x_raw);
         forget(grad_raw);
         store(
-            stats, row, sums, [&](int v) { return x_raw[v]; }, [&](int v) { return grad_raw[v]; },
-            [&](int v) { return skip_raw[kAdds<AddTo> ? v : 0]; });
+            stats, row, sums, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+            [&](int v, auto) { return skip_raw[kAdds<AddTo> ? v : 0]; });
       }
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
@@ -535,18 +548,19 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         const auto entry = ring.entry(params, behind, row - slice.row_step, group);
         store(
             ring.stats(params, entry, behind, row - slice.row_step, group), row - slice.row_step,
-            exchange.collect(turn - 1), [&](int v) { return read(entry.x, v); },
-            [&](int v) { return read_grad(entry.grad, v); }, [&](int v) { return read_skip(entry.residual, v); });
+            exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
+            [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+            [&](int v, auto whole) { return read_skip(entry.residual, v, whole); });
         ring.release(params, add_to, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank);
       };
 #pragma unroll 1
       for (; row < rows; row += slice.row_step, ++turn) {
         ring.wait_full();
         const auto entry = ring.entry(params, ring.stage, row, group);
-        exchange.share(turn,
-                       add_up(
-                           ring.stats(params, entry, ring.stage, row, group), [&](int v) { return read(entry.x, v); },
-                           [&](int v) { return read_grad(entry.grad, v); }));
+        exchange.share(turn, add_up(
+                                 ring.stats(params, entry, ring.stage, row, group),
+                                 [&](int v, auto whole) { return read(entry.x, v, whole); },
+                                 [&](int v, auto whole) { return read_grad(entry.grad, v, whole); }));
         if (turn > 0) finish();
         ring.next_stage();
       }
@@ -584,7 +598,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     if (adds && turn == adder) {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        const int col = (v * kThreads + rank) * kVec;
+        const int col = column_of(v);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           if (i >= elements_of(v)) continue;

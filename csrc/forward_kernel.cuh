@@ -12,45 +12,53 @@
 namespace fused_layernorm {
 namespace {
 
-// Calls f(v, whole) for each of a thread's vectors: `whole` is true where every thread of the row has all of its
-// vector, of `elements` in all. Decided for four vectors at once, by what is the same for all threads of the row.
-template <typename Plan, typename F>
-__device__ __forceinline__ void for_each_vec(int elements, F&& f) {
-  constexpr int kGroup = Plan::kVecs % 4 == 0 ? 4 : Plan::kVecs % 3 == 0 ? 3 : Plan::kVecs % 2 == 0 ? 2 : 1;
-  static_assert(Plan::kVecs % kGroup == 0);
-#pragma unroll
-  for (int first = 0; first < Plan::kVecs; first += kGroup) {
-    if ((first + kGroup) * Plan::kThreads * Plan::kVec <= elements) {
-#pragma unroll
-      for (int v = first; v < first + kGroup; ++v) f(v, std::true_type{});
-    } else if (first * Plan::kThreads * Plan::kVec < elements) {
-#pragma unroll
-      for (int v = first; v < first + kGroup; ++v)
-        if (v * Plan::kThreads * Plan::kVec < elements) f(v, std::false_type{});
-    }
-  }
-}
-
 // Part of a row on its way between memory and the registers of its threads, for 16-bit rows that begin anywhere: in
 // shared memory it lies as in memory, so that all traffic is of whole 16 bytes (except at the ends of y) and all
-// shifting is done by element-wise access to shared memory.
+// shifting is done by element-wise access to shared memory. From sm_90 on the copy engine moves it: with a loop over
+// cp.async and one over stores, half of a thread's instructions were not arithmetic, and there the time went (H200,
+// bf16, N = 4097: three quarters of the issue slots used).
 template <typename Row, typename T, int kMaxWords>
 struct Stage {
-  unsigned memory;  // shared address
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kBulk = true;
+#else
+  static constexpr bool kBulk = false;
+#endif
+  unsigned memory, barrier;  // shared addresses
+  unsigned parity = 0;
+
+  __device__ Stage(const void* memory, const uint64_t* barrier, int rank)
+      : memory(shared_address(memory)), barrier(shared_address(barrier)) {
+    if (kBulk && rank == 0) {
+      init_barrier(this->barrier, 1);
+      fence_barrier_init();
+    }
+  }
 
   // Reads the aligned 16 bytes that cover `elements` elements, returns where the first of them lies.
-  __device__ unsigned fill(const T* source, int elements, int rank) const {
+  __device__ unsigned fill(const T* source, int elements, int rank) {
     const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
     const char* first = reinterpret_cast<const char*>(source) - past;
     const int bytes = static_cast<int>(past) + elements * static_cast<int>(sizeof(T));
+    if constexpr (kBulk) {
+      if (rank == 0) {
+        const unsigned whole = elements > 0 ? (bytes + 15) / 16 * 16 : 0;
+        expect_bytes(barrier, whole);
+        if (whole > 0) copy_bulk(memory, first, whole, barrier);
+      }
+      Row::barrier();
+      wait_barrier(barrier, parity);
+      parity ^= 1;
+    } else {
 #pragma unroll
-    for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
-      const int at = 16 * (word + rank);
-      if (at < bytes) copy_async(memory + at, first + at, min(bytes - at, 16));
+      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
+        const int at = 16 * (word + rank);
+        if (at < bytes) copy_async(memory + at, first + at, min(bytes - at, 16));
+      }
+      commit_copies();
+      wait_for_copies<0>();
+      Row::barrier();
     }
-    commit_copies();
-    wait_for_copies<0>();
-    Row::barrier();
     return memory + past;
   }
 
@@ -78,27 +86,32 @@ struct Stage {
   __device__ unsigned place(const T* target) const {
     return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
   }
-  // Writes `elements` elements from their place to `target`.
+  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other
+  // rows or slices by single elements.
   __device__ void drain(T* target, int elements, int rank) const {
-    Row::barrier();
+    constexpr int kWord = 16 / static_cast<int>(sizeof(T));
     const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
-    constexpr int kWord = 16 / sizeof(T);
     T* first = target - past;
+    const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
+    if constexpr (kBulk) fence_bulk_store();
+    Row::barrier();
+    if constexpr (kBulk) {
+      if (rank == 0 && begin < end)
+        store_bulk(first + begin, memory + begin * static_cast<int>(sizeof(T)),
+                   (end - begin) * static_cast<int>(sizeof(T)));
+    } else {
 #pragma unroll
-    for (int index = 0; index < kMaxWords; index += Row::kThreadsOfRow) {
-      const int at = kWord * (index + rank);
-      if (at >= past + elements) break;
-      const uint4 word = load_shared(memory + at * sizeof(T));
-      if (at >= past && at + kWord <= past + elements) {
-        *reinterpret_cast<uint4*>(first + at) = word;
-      } else {
-        T ends[kWord];
-        memcpy(ends, &word, sizeof(word));
-#pragma unroll
-        for (int i = 0; i < kWord; ++i)
-          if (at + i >= past && at + i < past + elements) first[at + i] = ends[i];
+      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
+        const int at = kWord * (word + rank);
+        if (at >= begin && at < end) *reinterpret_cast<uint4*>(first + at) = load_shared(memory + at * sizeof(T));
       }
     }
+    for (int index = rank; index < 2 * kWord; index += Row::kThreadsOfRow) {
+      const int at = index < kWord ? index : max(end, begin) + index - kWord;
+      if (at >= past && at < past + elements && (at < begin || at >= end))
+        first[at] = load_shared_element<T>(memory + at * static_cast<int>(sizeof(T)));
+    }
+    if (kBulk && rank == 0) wait_for_bulk_stores();
   }
 };
 
@@ -111,9 +124,10 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Plan::kThreads * kVec;
   const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + own;
   scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + own;
-  const auto is_there = [&](int v, auto whole) { return whole || v * kStep + own < hidden_size; };
+  const Places<Plan, false> held(hidden_size, own);
+  const auto is_there = [&](int v, auto whole) { return whole || held.count(v) > 0; };
   RawVec<x_t, kVec> x_raw[kVecs];
-  for_each_vec<Plan>(hidden_size, [&](int v, auto whole) {
+  held.for_each([&](int v, auto whole) {
     if (!is_there(v, whole)) return;
     x_raw[v] = load_vec<x_t, kVec>(x + v * kStep);
     z[v] = filled_vec<scalar_t, kVec>(acc_t(-0.0));  // x + -0 is x, also where that is -0
@@ -136,7 +150,7 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
     for (int v = 0; v < kVecs; ++v)
       if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
   } else {
-    for_each_vec<Plan>(hidden_size, [&](int v, auto whole) {
+    held.for_each([&](int v, auto whole) {
       if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
     });
   }
@@ -159,18 +173,21 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
   constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
   constexpr bool kWhole = kIsWhole<scalar_t, Plan>;
-  using Row = RowThreads<kThreads, kRows>;
+  using Row = RowThreads<kThreads, kRows, true>;
   __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
   __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
+  __shared__ uint64_t stage_barriers[kStaged ? kRows : 1];
   __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
 
-  // The reference point of a warp: its mean; for 16-bit x the mean of a quarter, the vectors with v < kSample, which
-  // saves most of a pass. A quarter of a set lies at most 2 sigma from its mean (Cauchy-Schwarz): var loses at most two
-  // bits, of many more than 16-bit results can show.
-  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;
+  constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
+  using Held = Places<Plan, kRagged>;
+
+  // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
+  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
+  // three bits, of many more than 16-bit results can show.
+  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
 
   static_assert(!kAdds<AddTo> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
-  if constexpr (kEager || kAdds<AddTo>) wait_for_previous_kernel();
   // Which row, and which slice of it: the blocks of a cluster share a row
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
@@ -190,6 +207,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + slice_col + own;
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
+  if constexpr (kEager || kAdds<AddTo>) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count) {
     return load_parameter<kVec>(weight, count, params.weight, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
@@ -198,18 +216,25 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   };
   RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
   if constexpr (kEager) {
+    const auto load_all = [&](auto& raw, const weight_t* first, bool given, RawVec<weight_t, kVec> neutral) {
+      const Held held(elements, own);
+      if (given) {
+        held.for_each([&](int v, auto whole) {
+          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec>(first + v * kThreads * kVec);
+        });
+      } else {
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      if (v * kThreads * kVec + own >= elements) continue;
-      weight_raw[v] = weight_vec(weight + v * kThreads * kVec, kVec);
-      bias_raw[v] = bias_vec(bias + v * kThreads * kVec, kVec);
-    }
+        for (int v = 0; v < kVecs; ++v) raw[v] = neutral;
+      }
+    };
+    load_all(weight_raw, weight, params.weight, one_vec<weight_t, kVec>());
+    load_all(bias_raw, bias, params.bias, zero_vec<weight_t, kVec>());
   }
 
   // Load; what lies beyond the row is not looked at
   RawVec<scalar_t, kVec> raw[kVecs];
-  const Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage{
-      shared_address(stages[kStaged ? Row::group() : 0])};
+  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
+      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kAdds<AddTo>) {
       load_sum<Plan>(raw, add_to, x + own, row, elements, own);
@@ -221,8 +246,9 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         if (tile != 0 || kManyTiles<Plan>) Row::barrier();
         at = stage.fill(x + tile, min(left, kTile), rank) + own * static_cast<int>(sizeof(scalar_t));
       }
-      for_each_vec<Plan>(left, [&](int v, auto whole) {
-        const int skip = v * kThreads * kVec, count = left - own - skip;
+      const Held held(left, own);
+      held.for_each([&](int v, auto whole) {
+        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
         if (!whole && count <= 0) return;
         if constexpr (kStaged) {
           raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
@@ -240,29 +266,41 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   for (int tile = 0; kManyTiles<Plan> ? tile <= last_tile : tile == 0; tile += kTile) {
     load(tile);
     const int left = elements - tile;
+    const Held held(left, own);
     // How many of the first `vecs` vectors' elements `lanes` threads from this thread's or warp's first on hold
-    const auto held = [&](int vecs, int first, int lanes) {
+    const auto held_of = [&](int vecs, int first, int lanes) {
       const int full = min(max(left, 0) / (kThreads * kVec), vecs);
       const int rest = full == vecs ? 0 : min(max(left - full * kThreads * kVec - first * kVec, 0), lanes * kVec);
       return full * lanes * kVec + rest;
     };
     const int warp_first = rank - rank % Row::kLanes;
-    Moments<acc_t> here{static_cast<acc_t>(held(kVecs, rank, 1)), 0, 0, 0};
+    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank, 1)), 0, 0, 0};
     if (!params.is_rms_norm) {
       acc_t sum = 0;
-#pragma unroll
-      for (int v = 0; v < kSample; ++v) {
-        if (v * kThreads * kVec + own >= left) continue;
+      const auto sample = [&](int v) {  // what is not there is 0
         unpack(raw[v], values);
         sum += vec_sum(values);
+      };
+      if constexpr (kRagged && kSample == kVecs) {
+        held.for_each([&](int v, auto whole) {
+          if (whole || held.count(v) > 0) sample(v);
+        });
+      } else if (kRagged && !held.whole(0)) {
+#pragma unroll
+        for (int v = Held::kMain; v < kVecs; ++v)
+          if (held.count(v) > 0) sample(v);
+      } else {
+#pragma unroll
+        for (int v = 0; v < kSample; ++v)
+          if (kRagged || v * kThreads * kVec + own < left) sample(v);
       }
       sum = Row::warp_sum(sum);
-      const int sampled = held(kSample, warp_first, Row::kLanes);
+      const int sampled = held_of(kSample, warp_first, Row::kLanes);
       if (sampled > 0) here.m = quick_ratio(sum, sampled);
     }
     if constexpr (kWidenAnew<Plan>) forget(raw);
-    for_each_vec<Plan>(left, [&](int v, auto whole) {
-      const int count = left - own - v * kThreads * kVec;
+    held.for_each([&](int v, auto whole) {
+      const int count = held.count(v);
       if (!whole && count <= 0) return;
       unpack(raw[v], values);
 #pragma unroll
@@ -274,7 +312,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       }
       here.add(values);
     });
-    const acc_t warp_has = static_cast<acc_t>(held(kVecs, warp_first, Row::kLanes));
+    const acc_t warp_has = static_cast<acc_t>(held_of(kVecs, warp_first, Row::kLanes));
     if (tile == 0) {
       part = here;
       part.n = warp_has;
@@ -304,6 +342,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 #pragma unroll 1
   for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
     const int left = elements - tile;
+    const Held held(left, own);
     if (tile != last_tile) load(tile);
     x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
     // `plain`: y of x's type, no weight_offset
@@ -313,8 +352,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         Row::barrier();
         place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
       }
-      for_each_vec<Plan>(left, [&](int v, auto whole) {
-        const int skip = v * kThreads * kVec, count = left - own - skip;
+      held.for_each([&](int v, auto whole) {
+        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
         if (!whole && count <= 0) return;
         const int has = whole || kWhole ? kVec : min(count, kVec);
         acc_t scale[kVec], offset[kVec];

@@ -35,16 +35,16 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
 
-// Measured on an H200, x of 256 MiB, fraction of the copy, bf16: N = 8192 128 x 8 vectors 0.94, 256 x 4 0.87; N = 16384
-// 256 x 8 0.92, 512 x 4 0.78; N = 65536 in clusters 256 x 4 0.53, 256 x 8 0.42, and fp32 256 x 8 0.70, 256 x 4 0.50.
-// N = 512: 32 x 2 0.79 and 2.4 us at 32 rows, 16 x 4 0.91 and 3.5 us, where torch takes 2.6 us: the small launch
-// decided.
+// Four vectors a thread, as few threads as that allows; between powers of two, plans that such rows fill. H200, x of
+// 256 MiB, LayerNorm, fraction of the copy, bf16: N = 64 0.98, 128 0.98, 256 0.975, 384 0.97 (by the plan of 512 0.92),
+// 512 0.98, 1024 0.98, 4096 0.97, 8192 0.97, 16384 0.94; fp32 0.96 to 0.99. Up to N = 512 it was 0.92 to 0.94 while
+// sums named the lanes of a row by a mask worked out at run time (RowThreads).
 template <typename scalar_t>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>,
-                      RowPlan<32, 4, 8>, RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>,
-                      RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>,
-                      RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>,
+                      RowPlan<16, 6, 8>, RowPlan<32, 4, 8>, RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>,
+                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<256, 4, 8>,
+                      RowPlan<256, 6, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
 };
 template <>
 struct ForwardLadder<float> {
@@ -60,9 +60,9 @@ struct ForwardLadder<double> {
 // With an add stage: the plans above for rows of 256 elements or more, one block a row.
 template <typename scalar_t>
 struct AddLadder {
-  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>, RowPlan<32, 6, 8>,
-                      RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<128, 6, 8>,
-                      RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
+                      RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
+                      RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
 struct AddLadder<float> {
@@ -71,17 +71,20 @@ struct AddLadder<float> {
                       RowPlan<256, 6, 4>, RowPlan<256, 8, 4>>;
 };
 
-// Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones.
+// Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones. What a row costs beside its
+// elements is a third of the instructions or more, so few threads have many elements each; 20 places, not 16, so that
+// one element more than a power of two does not need twice the threads. H200, bf16, N = 4097: 128 x 20 0.80 of the
+// copy; N = 2049 by 128 threads 0.54.
 template <typename scalar_t>
 struct RaggedForwardLadder {
-  using type = Ladder<RowPlan<4, 4, 2>, RowPlan<8, 8, 2>, RowPlan<16, 8, 2>, RowPlan<32, 8, 2>, RowPlan<32, 16, 2>,
-                      RowPlan<64, 16, 2>, RowPlan<128, 20, 2>, RowPlan<256, 16, 2>, RowPlan<256, 28, 2>,
+  using type = Ladder<RowPlan<2, 20, 2>, RowPlan<4, 20, 2>, RowPlan<8, 20, 2>, RowPlan<16, 20, 2>, RowPlan<32, 20, 2>,
+                      RowPlan<64, 20, 2>, RowPlan<128, 20, 2>, RowPlan<256, 20, 2>, RowPlan<256, 28, 2>,
                       RowPlan<512, 16, 2>, RowPlan<512, 16, 2, 16>>;
 };
 template <>
 struct RaggedForwardLadder<float> {
-  using type = Ladder<RowPlan<4, 8, 1>, RowPlan<16, 8, 1>, RowPlan<32, 8, 1>, RowPlan<32, 16, 1>, RowPlan<64, 16, 1>,
-                      RowPlan<128, 16, 1>, RowPlan<256, 20, 1>, RowPlan<512, 16, 1>, RowPlan<512, 32, 1>,
+  using type = Ladder<RowPlan<4, 20, 1>, RowPlan<8, 20, 1>, RowPlan<16, 20, 1>, RowPlan<32, 20, 1>, RowPlan<64, 20, 1>,
+                      RowPlan<128, 20, 1>, RowPlan<256, 20, 1>, RowPlan<512, 20, 1>, RowPlan<512, 32, 1>,
                       RowPlan<512, 32, 1, 16>>;
 };
 template <>
@@ -107,11 +110,11 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 constexpr int dtype_bytes(DType t) { return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2; }
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
-  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
+  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
   const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
-  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6) ? 512
-                      : whole && (Plan::kVecs > 4 || !needs_few)     ? 768
-                                                                     : 1024;
+  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6) || (is_fp16 && Plan::kVecs > 20) ? 512
+                      : whole ? (Plan::kVecs > 4 || !needs_few ? 768 : 1024)
+                              : (is_fp16 && Plan::kVecs >= 16 ? 768 : 1024);
   return threads / kForwardThreads<Plan>;
 }
 
@@ -185,18 +188,21 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32);
 };
 
-// One ladder for both strategies, so that grad_input is the same bits whichever runs. H200, fraction of the
-// two-read-one-write pass without the sum of the partials, 256 MiB, prototypes of this structure:
-//   bf16 N = 256: 32 x 1, 7 rows 0.95, 8 rows 0.88 (3 blocks); 512: 32 x 2, 7 rows 0.97, 11 rows 0.93, 15 rows 0.96;
-//   1024: 64 x 2, 6 rows 0.97; 2048: 64 x 4, 4 rows 0.94, 128 x 2, 3 rows 0.92; 4096: 128 x 4, 2 rows 0.95, 256 x 2
-//   0.89; 8192: 256 x 4 or 512 x 2 0.89, clusters of 2 with 128 x 4 0.90, of 4 with 64 x 4 and 4 rows 0.966; clusters
-//   of 128 x 4, 2 rows: 0.94, 0.93, 0.94 at 16384, 32768, 65536 (256 x 4, 1 row: 0.87, 0.84, 0.85); 131072: 0.89. fp32
-//   N = 256: 0.93; 512: 0.965; 1024: 0.97; 2048: 0.99; 4096: 0.977; 8192: 512 x 4 0.87, clusters of 2 0.96, of 4 with 2
-//   rows 0.978; 16384 to 65536 0.955; 131072 0.91.
+// One ladder for both strategies, so that grad_input is the same bits whichever runs. H200, LayerNorm, x of 256 MiB,
+// fraction of the two-read-one-write pass, sum of the partials included; R: rows, B: blocks an SM, C: cluster.
+//   bf16: N = 64 0.86; 128 0.91; 256 0.94; 512 32 x 2 R7 B2 0.95; 1024 64 x 2 R6 0.945, R5 0.91, R3 B2 0.93; 1536 64 x
+//   3 R4 0.94, R5 0.94 (RMSNorm 0.88), R6 0.87, R3 0.86, by the plan of 2048 0.81; 2048 64 x 4 R3 0.925, R2 0.84, R2 B2
+//   0.86; 3072 64 x 3 R5 C2 0.94, R4 0.93; 4096 64 x 4 R3 C2 0.92, R4 C2 0.89, R5 C2 0.84, R2 B2 C2 0.86, 128 x 4 R2
+//   0.87, R1 B2 0.82; 5120 0.87; 6144 0.93; 8192 64 x 4 R4 C4 0.93, R5 C4 0.86, R3 C4 0.87, R2 B2 C4 0.89; 16384 0.92;
+//   32768 0.92; 65536 0.90; 131072 0.85.
+//   fp32: N = 64 0.885; 128 0.915; 256 0.91; 512 0.95; 1024 64 x 2 R6 0.96, R4 B2 0.96; 2048 128 x 4 R2 0.935, R3 0.91,
+//   64 x 4 R4 C2 0.95 (RMSNorm 0.90, for 0.91); 4096 256 x 4 0.915, 128 x 4 R2 C2 0.92; 8192 128 x 4 R2 C4 0.97, R1 B2
+//   C4 0.88; 16384 0.955.
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 4, 8, 3, 1>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 3, 8, 4, 1>,
+                      BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>, BackwardPlan<64, 4, 8, 3, 1, 2>,
                       BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>, BackwardPlan<256, 4, 8, 1, 1>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
 };
@@ -217,7 +223,8 @@ struct BackwardLadder<double> {
 template <typename scalar_t>
 struct AddGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
-                      BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
+                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
+                      BackwardPlan<64, 4, 8, 3, 1, 2>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>>;
 };
 template <>
@@ -227,19 +234,20 @@ struct AddGradLadder<float> {
                       BackwardPlan<256, 4, 4, 1, 1, 16>>;
 };
 
-// Ragged rows, by pairs of 16-bit elements, or single ones: as many elements a thread as above.
+// Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward. H200, bf16: N = 4097 128 x 20 B2
+// 0.81, 64 x 20 R3 C2 0.63, 64 x 16 R4 C3 0.53, 128 x 8 R3 C3 0.49; 12345 128 x 20 B2 C3 0.69, 128 x 16 R2 C4 0.51; 769
+// 64 x 8 R6 0.72, 32 x 16 R10 0.66.
 template <typename scalar_t>
 struct RaggedBackwardLadder {
   using type = Ladder<BackwardPlan<8, 4, 2, 28, 3>, BackwardPlan<32, 4, 2, 7, 3>, BackwardPlan<32, 8, 2, 7, 2>,
-                      BackwardPlan<64, 8, 2, 6, 1>, BackwardPlan<64, 16, 2, 4, 1>, BackwardPlan<128, 16, 2, 2, 1>,
-                      BackwardPlan<64, 16, 2, 4, 1, 4>, BackwardPlan<256, 16, 2, 1, 1>,
-                      BackwardPlan<128, 16, 2, 2, 1, 16>, BackwardPlan<256, 16, 2, 1, 1, 16>>;
+                      BackwardPlan<64, 8, 2, 6, 1>, BackwardPlan<64, 20, 2, 2, 2>, BackwardPlan<128, 20, 2, 1, 2>,
+                      BackwardPlan<128, 20, 2, 1, 2, 16>, BackwardPlan<256, 16, 2, 1, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<float> {
   using type = Ladder<BackwardPlan<8, 4, 1, 28, 3>, BackwardPlan<32, 4, 1, 7, 3>, BackwardPlan<32, 8, 1, 7, 3>,
-                      BackwardPlan<64, 8, 1, 6, 1>, BackwardPlan<64, 16, 1, 4, 1>, BackwardPlan<128, 16, 1, 2, 1>,
-                      BackwardPlan<256, 16, 1, 1, 1>, BackwardPlan<128, 16, 1, 2, 1, 4>,
+                      BackwardPlan<64, 8, 1, 6, 1>, BackwardPlan<64, 20, 1, 4, 1>, BackwardPlan<128, 20, 1, 2, 1>,
+                      BackwardPlan<256, 20, 1, 1, 1>, BackwardPlan<128, 20, 1, 2, 1, 4>,
                       BackwardPlan<256, 16, 1, 1, 1, 16>, BackwardPlan<256, 32, 1, 1, 1, 16>>;
 };
 template <>
@@ -264,8 +272,13 @@ constexpr int kFusedDepth = Plan::kOneBehind          ? 4
 constexpr int64_t kSplitMaxElements = 1 << 20;
 constexpr int64_t kSplitMaxRows = 1024;
 
+// Whether one block of this strategy can stand in for a cluster, so that few rows need none.
 template <typename Plan>
-constexpr int kSplitThreads = round_up_to(Plan::kThreads, 256);
+constexpr bool kSplitClusters = Plan::kClusters && Plan::kThreads * Plan::kMaxCluster <= 512;
+template <typename Plan>
+constexpr int kSplitRowThreads = Plan::kThreads * (kSplitClusters<Plan> ? Plan::kMaxCluster : 1);
+template <typename Plan>
+constexpr int kSplitThreads = round_up_to(kSplitRowThreads<Plan>, 256);
 
 // As for forward: 80 registers a thread, 128 where a thread holds more than two vectors of x and grad_output.
 template <typename Plan>
@@ -300,13 +313,18 @@ struct HugePlan {
   using Gradients = RowPlan<256, whole ? 1 : 2 / kFew, kVec>;
 };
 constexpr int kHugeBlocksPerSm = 3;
-constexpr int kHugeGradientWaves = 4;  // of blocks of gradients, where rows are many enough
-constexpr int kHugeRowsAhead = 2;      // rows whose x and grad_output a thread loads at once
-constexpr int kHugeTable = 64;         // rows whose sums a block of gradients merges at once
+constexpr int kHugeSumBlocksPerSm = 4;  // of the first kernels, which hold less. H200, 8 x 4M, bf16, in all: forward
+                                        // 67 us, backward 97; with 3, and loads after the merging, 72 and 110
+constexpr int kHugeNormalizeBlocksPerSm = 2;  // holds a tile of x, weight and bias
+constexpr int kHugeGradientWaves = 4;         // of blocks of gradients, where rows are many enough
+constexpr int kHugeRowsAhead = 2;             // rows whose x and grad_output a thread loads at once
+constexpr int kHugeTable = 64;                // rows whose sums a block of gradients merges at once
 
-// Of a row, at most; a multiple of 32. Every block of a second kernel merges all slices of its rows, so what is read
-// for that grows with their square. Three blocks an SM of an H200 take one each.
-constexpr int kHugeSlices = 384;
+// Slices of a row: 256, and up to 512 where they would be longer than four tiles. Every block of a second kernel merges
+// all slices of its rows, so what is read for that grows with their square; an H200 has room for 528 blocks of sums.
+constexpr int64_t kHugeSlices = 256;
+constexpr int64_t kHugeMaxSlices = 512;
+constexpr int64_t kHugeTilesEach = 4;
 
 // ---- add stages as operations of their own: elements in fours -------------------------------------------------------
 

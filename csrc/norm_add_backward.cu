@@ -111,10 +111,9 @@ cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t s
   const cudaError_t error = static_cast<cudaError_t>(launch_norm_backward_cuda(norm, stream));
   const AddGradStage& stage = *params.add;
   // Nothing but the parameters' gradients is wanted, or what is wanted is there
-  const bool is_done = !norm.grad_input ||
-                       (!stage.grad_residual_out && !stage.dropout.philox &&
-                        (!params.grad_input || params.grad_input == norm.grad_input) &&
-                        (!stage.grad_residual || stage.grad_residual == norm.grad_input));
+  const bool is_done = !norm.grad_input || (!stage.grad_residual_out && !stage.dropout.philox &&
+                                            (!params.grad_input || params.grad_input == norm.grad_input) &&
+                                            (!stage.grad_residual || stage.grad_residual == norm.grad_input));
   if (error != cudaSuccess || is_done) return error;
   return launch_add_grad(params, norm.grad_input, stream);
 }

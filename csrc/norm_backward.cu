@@ -24,7 +24,7 @@ namespace {
 // The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
 struct BackwardLaunch {
   bool fused;
-  int cluster;         // fused: blocks that share a row
+  int cluster;         // fused: blocks that share a row; split: as many slices of a row, in one block
   int depth;           // fused: stages of the ring of rows in flight
   int blocks;          // fused: persistent blocks; split: blocks of columns in all
   int64_t row_blocks;  // split: blocks of rows
@@ -35,18 +35,22 @@ struct BackwardLaunch {
 
 // ---- split ---------------------------------------------------------------------------------------------------------
 
-// grad_input of one row, tile by tile where it is longer than the registers hold.
+// grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
+// the row in a cluster of `slices` blocks, as many times the threads do what these would.
 template <typename scalar_t, typename weight_t, typename Plan>
-__device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row,
+__device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row, int slices,
                                                 acc_type<scalar_t> inverse_n, Pair<acc_type<scalar_t>>* scratch) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
-  using Row = RowThreads<kThreads, kSplitThreads<Plan> / kThreads>;
-  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-  const scalar_t* grad_row = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
-  const int own = Row::rank() * kVec;
-  const int hidden_size = static_cast<int>(params.hidden_size);
-  const int last_tile = (hidden_size - 1) / kTile * kTile;
+  using Row = RowThreads<kSplitRowThreads<Plan>, kSplitThreads<Plan> / kSplitRowThreads<Plan>>;
+  const int64_t most = (vecs_of<kVec>(params.hidden_size) + slices - 1) / slices * kVec;
+  const int64_t first_col = Row::rank() / kThreads * most;
+  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
+  const scalar_t* grad_row =
+      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
+  const int own = Row::rank() % kThreads * kVec;
+  const int elements = static_cast<int>(min(most, params.hidden_size - first_col));  // may be 0 or less
+  const int last_tile = slices > 1 ? 0 : (elements - 1) / kTile * kTile;
   const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
 
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
@@ -54,8 +58,8 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      x_raw[v] = load_some<scalar_t, kVec>(x_row + col, hidden_size - col);
-      grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, hidden_size - col);
+      x_raw[v] = load_some<scalar_t, kVec>(x_row + col, elements - col);
+      grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, elements - col);
     }
   };
   Pair<acc_t> sums{0, 0};
@@ -66,31 +70,40 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      if (col >= hidden_size) continue;
+      if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, col, hidden_size - col);
+      load_weight<weight_t>(weight, params, first_col + col, elements - col);
       add_to_row(sums, stats, x, grad, weight);
     }
   }
-  const Pair<acc_t> row_terms = slope_and_level(row_sum<Row>(sums, scratch), stats, params, inverse_n);
+  if constexpr (Row::kThreadsOfRow > kThreads) {
+    scratch += Row::group() * Row::kWarps;
+    const acc_t half = lanes_half_sum<Row, 32>(sums);
+    if (threadIdx.x % 16 == 0) reinterpret_cast<acc_t*>(scratch + Row::warp())[threadIdx.x % 32 / 16] = half;
+    Row::barrier();
+    sums = sum_of_cluster<Row::kWarps>(scratch);
+  } else {
+    sums = row_sum<Row>(sums, scratch);
+  }
+  const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 
   forget(x_raw);
   forget(grad_raw);
-  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size;
+  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
 #pragma unroll 1
   for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      if (col >= hidden_size) continue;
+      if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, col, hidden_size - col);
+      load_weight<weight_t>(weight, params, first_col + col, elements - col);
       acc_t values[kVec];
       grad_input_of(values, stats, row_terms, x, grad, weight);
-      store_some(grad_input + col, values, hidden_size - col);
+      store_some(grad_input + col, values, elements - col);
     }
   }
 }
@@ -166,8 +179,8 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
                                acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kBlock = kSplitThreads<Plan>;
-  constexpr int kRows = kBlock / Plan::kThreads;
-  using Row = RowThreads<Plan::kThreads, kRows>;
+  constexpr int kRows = kBlock / kSplitRowThreads<Plan>;
+  using Row = RowThreads<kSplitRowThreads<Plan>, kRows>;
   __shared__ union {
     Pair<acc_t> rows[kRows * Row::kWarps];
     acc_t columns[2 * kBlock * Plan::kVec];
@@ -184,7 +197,7 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
   } else {
     const int64_t row = block * kRows + Row::group();
     if (row >= params.rows) return;
-    backward_of_row<scalar_t, weight_t, Plan>(params, row, inverse_n, scratch.rows);
+    backward_of_row<scalar_t, weight_t, Plan>(params, row, launch.cluster, inverse_n, scratch.rows);
   }
 }
 
@@ -241,7 +254,7 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
     const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
     if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
-        (Plan::kClusters ? cluster > 1 : wants_columns && !small)) {
+        (Plan::kClusters ? cluster > 1 && !(small && kSplitClusters<Plan>) : wants_columns && !small)) {
       Residence residence;
       const cudaError_t error = residence_of<scalar_t, weight_t, Plan, NoAdd>(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
@@ -257,7 +270,8 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
       }
     }
   }
-  constexpr int kRows = kSplitThreads<Plan> / Plan::kThreads;
+  constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
+  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, facts.max_cluster) : 1;
   if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
   if (wants_columns) {
     launch.column_lanes = kSplitThreads<Plan>;

@@ -25,7 +25,8 @@ struct Slices {
 
   Slices(int64_t hidden_size, int64_t tile) {
     const int64_t tiles = ceil_div(hidden_size, tile);
-    const int64_t tiles_each = ceil_div(tiles, kHugeSlices);
+    const int64_t tiles_each =
+        std::max(ceil_div(tiles, kHugeMaxSlices), std::min<int64_t>(ceil_div(tiles, kHugeSlices), kHugeTilesEach));
     count = static_cast<int>(ceil_div(tiles, tiles_each));
     elements = static_cast<int>(tiles_each * tile);
   }
@@ -39,10 +40,8 @@ struct SliceOfBlock {
   int64_t row, first_col;
   int slice, elements, own;  // own: where this thread's first vector lies in a tile
 
-  __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, unsigned block)
-      : row(block / slices.count),
-        slice(static_cast<int>(block % slices.count)),
-        own(static_cast<int>(threadIdx.x) * Plan::kVec) {
+  __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, int64_t row, int slice)
+      : row(row), slice(slice), own(static_cast<int>(threadIdx.x) * Plan::kVec) {
     first_col = static_cast<int64_t>(slice) * slices.elements;
     elements = static_cast<int>(min(static_cast<int64_t>(slices.elements), hidden_size - first_col));
   }
@@ -59,19 +58,36 @@ struct SliceOfBlock {
   __device__ bool has(int tile, int v) const { return tile + own + v * Plan::kThreads * Plan::kVec < elements; }
 };
 
+// Calls add(part, first) for parts l, l + 32, ... of `count`, in this order, in lane l; kAtOnce loads are on their way
+// at once.
+template <int kAtOnce, typename T, typename F>
+__device__ __forceinline__ void for_each_part(const T* parts, int count, F&& add) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = lane; first < count; first += 32 * kAtOnce) {
+    T found[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + 32 * i < count) found[i] = parts[first + 32 * i];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + 32 * i < count) add(found[i], i == 0 && first == lane);
+  }
+}
+
 // The other end first.
 __device__ __forceinline__ unsigned from_the_end(unsigned block) { return gridDim.x - 1 - block; }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 template <typename scalar_t, typename Plan>
-__global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
+__global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
     norm_huge_moments_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ Slices slices) {
   using acc_t = acc_type<scalar_t>;
   using Row = RowThreads<Plan::kThreads, 1>;
   __shared__ Moments<acc_t> scratch[Row::kWarps];
   wait_for_previous_kernel();
-  const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x);
+  const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x / slices.count, blockIdx.x % slices.count);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
 
   // The reference point of a warp is its mean of the first tile
@@ -114,29 +130,28 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
 // The moments of a whole row from those of its slices, by one warp.
 template <typename T>
 __device__ __forceinline__ Moments<T> merge_slices(const Moments<T>* parts, int count, T inverse_n) {
-  const int lane = threadIdx.x % 32;
   Moments<T> sum{};
-  for (int slice = lane; slice < count; slice += 32) {
-    Moments<T> part = parts[slice];
-    if (slice == lane) {
+  for_each_part<8>(parts, count, [&](Moments<T> part, bool first) {
+    if (first) {
       sum = part;
     } else {
       part = part.about(sum.m);
       sum = {sum.n + part.n, sum.m, sum.c + part.c, sum.q + part.q};
     }
-  }
+  });
   return merge_moments<32>(sum, inverse_n);
 }
 
 template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
+__global__ void __launch_bounds__(Plan::kThreads, kHugeNormalizeBlocksPerSm)
     norm_huge_normalize_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ Slices slices,
                                acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kVec = Plan::kVec;
   __shared__ RowNorm<acc_t> norm_of_row;
   wait_for_previous_kernel();
-  const SliceOfBlock<Plan> at(slices, params.hidden_size, from_the_end(blockIdx.x));
+  const unsigned block = from_the_end(blockIdx.x);
+  const SliceOfBlock<Plan> at(slices, params.hidden_size, block / slices.count, block % slices.count);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
   const weight_t* weight = static_cast<const weight_t*>(params.weight) + at.first_col + at.own;
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + at.first_col + at.own;
@@ -144,8 +159,18 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
   const int64_t y = at.row * params.hidden_size + at.first_col + at.own;
 
   RawVec<scalar_t, kVec> raw[Plan::kVecs];
+  RawVec<weight_t, kVec> weight_raw[Plan::kVecs], bias_raw[Plan::kVecs];
+  const auto load = [&](int tile) {
+    at.load(raw, x, tile);
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      const int skip = tile + v * Plan::kThreads * kVec, count = at.has(tile, v) ? kVec : 0;
+      weight_raw[v] = load_parameter<kVec>(weight + skip, count, params.weight, one_vec<weight_t, kVec>());
+      bias_raw[v] = load_parameter<kVec>(bias + skip, count, params.bias, zero_vec<weight_t, kVec>());
+    }
+  };
   int tile = (at.elements - 1) / at.kTile * at.kTile;
-  at.load(raw, x, tile);
+  load(tile);
   if (threadIdx.x < 32) {
     const auto* parts = static_cast<const Moments<acc_t>*>(params.workspace) + at.row * slices.count;
     const RowNorm<acc_t> merged = finish_row(merge_slices(parts, slices.count, inverse_n), inverse_n, params, at.row,
@@ -162,8 +187,8 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
       if (!at.has(tile, v)) continue;
       const int skip = tile + v * Plan::kThreads * kVec;
       acc_t values[kVec], scale[kVec], offset[kVec];
-      unpack(load_parameter<kVec>(weight + skip, kVec, params.weight, one_vec<weight_t, kVec>()), scale);
-      unpack(load_parameter<kVec>(bias + skip, kVec, params.bias, zero_vec<weight_t, kVec>()), offset);
+      unpack(weight_raw[v], scale);
+      unpack(bias_raw[v], offset);
       unpack(raw[v], values);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i] + weight_offset, offset[i]);
@@ -175,21 +200,24 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
     }
     if (tile == 0) break;
     tile -= at.kTile;
-    at.load(raw, x, tile);
+    load(tile);
   }
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
-    norm_huge_sums_kernel(const __grid_constant__ NormBackwardParams params, const __grid_constant__ Slices slices) {
+__global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
+    norm_huge_sums_kernel(const __grid_constant__ NormBackwardParams params, const __grid_constant__ Slices slices,
+                          bool rows_first) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kVec = Plan::kVec;
   using Row = RowThreads<Plan::kThreads, 1>;
   __shared__ Pair<acc_t> scratch[Row::kWarps];
   wait_for_previous_kernel();
-  const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x);
+  const unsigned outer = blockIdx.x / (rows_first ? params.rows : slices.count);
+  const unsigned inner = blockIdx.x % (rows_first ? params.rows : slices.count);
+  const SliceOfBlock<Plan> at(slices, params.hidden_size, rows_first ? inner : outer, rows_first ? outer : inner);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
   const scalar_t* grad_output =
       static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(at.row) + at.first_col;
@@ -201,14 +229,18 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
   for (int tile = 0; tile < at.elements; tile += at.kTile) {
     at.load(x_raw, x, tile);
     at.load(grad_raw, grad_output, tile);
+    acc_t weight[Plan::kVecs][kVec];
 #pragma unroll
     for (int v = 0; v < Plan::kVecs; ++v) {
       const int col = tile + at.own + v * Plan::kThreads * kVec;
-      acc_t x_values[kVec], grad[kVec], weight[kVec];
-      load_weight<weight_t>(weight, params, at.first_col + col, col < at.elements ? kVec : 0);
+      load_weight<weight_t>(weight[v], params, at.first_col + col, col < at.elements ? kVec : 0);
+    }
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      acc_t x_values[kVec], grad[kVec];
       unpack(x_raw[v], x_values);
       unpack(grad_raw[v], grad);
-      add_to_row(sums, stats, x_values, grad, weight);
+      add_to_row(sums, stats, x_values, grad, weight[v]);
     }
   }
   sums = row_sum<Row>(sums, scratch);
@@ -245,17 +277,33 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
   for (int v = 0; v < kVecs; ++v)
     load_weight<weight_t>(weight[v], params, col(v), col(v) < params.hidden_size ? kVec : 0);
 
+  RawVec<scalar_t, kVec> x_raw[kAhead][kVecs], grad_raw[kAhead][kVecs];
+  const auto load = [&](int64_t first) {
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int64_t row = min(first + ahead, end_row - 1);
+      const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
+      const scalar_t* grad = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const bool inside = first + ahead < end_row && col(v) < params.hidden_size;
+        x_raw[ahead][v] = inside ? load_vec<scalar_t, kVec>(x + col(v)) : zero_vec<scalar_t, kVec>();
+        grad_raw[ahead][v] = inside ? load_vec<scalar_t, kVec>(grad + col(v)) : zero_vec<scalar_t, kVec>();
+      }
+    }
+  };
+
 #pragma unroll 1
   for (int64_t chunk = first_row; chunk < end_row; chunk += kHugeTable) {
     const int rows = static_cast<int>(min(end_row - chunk, static_cast<int64_t>(kHugeTable)));
+    load(chunk);  // on their way while the sums are merged
     __syncthreads();
     for (int index = threadIdx.x / 32; index < rows; index += kWarps) {
       const auto* parts = static_cast<const Pair<acc_t>*>(params.workspace) + (chunk + index) * slices.count;
       Pair<acc_t> sums{};
-      for (int slice = threadIdx.x % 32; slice < slices.count; slice += 32) {
-        const Pair<acc_t> part = parts[slice];
+      for_each_part<32 / sizeof(acc_t)>(parts, slices.count, [&](Pair<acc_t> part, bool) {
         sums = {sums.first + part.first, sums.second + part.second};
-      }
+      });
       sums = row_sum<RowThreads<32, kWarps>>(sums, static_cast<Pair<acc_t>*>(nullptr));
       const auto saved = load_stats<scalar_t>(params, chunk + index);
       const RowStats<scalar_t> stats(saved, params);
@@ -265,20 +313,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
 
 #pragma unroll 1
     for (int index = 0; index < rows; index += kAhead) {
-      RawVec<scalar_t, kVec> x_raw[kAhead][kVecs], grad_raw[kAhead][kVecs];
-#pragma unroll
-      for (int ahead = 0; ahead < kAhead; ++ahead) {
-        const int64_t row = chunk + min(index + ahead, rows - 1);
-        const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-        const scalar_t* grad =
-            static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-          const bool inside = index + ahead < rows && col(v) < params.hidden_size;
-          x_raw[ahead][v] = inside ? load_vec<scalar_t, kVec>(x + col(v)) : zero_vec<scalar_t, kVec>();
-          grad_raw[ahead][v] = inside ? load_vec<scalar_t, kVec>(grad + col(v)) : zero_vec<scalar_t, kVec>();
-        }
-      }
+      if (index > 0) load(chunk + index);
 #pragma unroll
       for (int ahead = 0; ahead < kAhead; ++ahead) {
         if (index + ahead >= rows) break;
@@ -426,8 +461,8 @@ cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t 
     acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;
 
     const OverlappedLaunch sums(dim3(static_cast<unsigned>(params.rows * slices.count)), dim3(Sums::kThreads), stream);
-    cudaError_t error =
-        cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, weight_t, Sums>, params, slices);
+    cudaError_t error = cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, weight_t, Sums>, params,
+                                           slices, launch.groups == 1);
     if (error != cudaSuccess) return error;
     const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.column_tiles * launch.groups)),
                                      dim3(Gradients::kThreads), stream);

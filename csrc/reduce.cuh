@@ -9,8 +9,10 @@
 
 namespace fused_layernorm {
 
-// The kThreads (a power of two, 4 to 1024) neighbouring threads of a block that work on one row; kRows rows a block.
-template <int kThreads, int kRows>
+// The kThreads (a power of two, 2 to 1024) neighbouring threads of a block that work on one row; kRows rows a block.
+// whole_warps: rows that share a warp take every step together, or have left the kernel. Then sums name all lanes; a
+// set of lanes worked out at run time costs a vote and a branch each time.
+template <int kThreads, int kRows, bool whole_warps = false>
 struct RowThreads {
   static_assert(kThreads <= 32 || kRows <= 8, "barrier() counts to eight");
   static constexpr int kThreadsOfRow = kThreads;
@@ -21,9 +23,9 @@ struct RowThreads {
   __device__ static int group() { return static_cast<int>(threadIdx.x) / kThreads; }  // which row of the block
   __device__ static int warp() { return rank() / kLanes; }                            // which warp of the row
 
-  // The lanes of this warp that belong to this row.
+  // The lanes of this warp that take part.
   __device__ static unsigned lane_mask() {
-    if constexpr (kLanes == 32) {
+    if constexpr (kLanes == 32 || whole_warps) {
       return 0xffffffffu;
     } else {
       return ((1u << kLanes) - 1u) << (threadIdx.x % 32 / kLanes * kLanes);

@@ -2,8 +2,8 @@
 // The only reinterpret_casts of the kernels.
 //
 // A row is cut into vectors of kVec elements, dealt to the threads of the row in turn: thread t of T holds vectors
-// t, t + T, t + 2T, ... Which element sits where depends on kVec, T and nothing else, so a misaligned row, read
-// element by element, gives the same bits as an aligned one.
+// t, t + T, t + 2T, ... Which element sits where depends on kVec, T and the length of the row, never on where the row
+// begins, so a result has the same bits wherever its row lies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -172,8 +172,6 @@ __device__ __forceinline__ void forget(RawVec<T, kVec> (&raw)[kVecs]) {
   }
 }
 
-// To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in
-// backward and lost 0.02 of the copy in forward (H200, 256 MiB).
 template <typename T, int kVec, typename acc_t>
 __device__ __forceinline__ RawVec<T, kVec> pack(const acc_t (&values)[kVec]) {
   T elements[kVec];
@@ -183,6 +181,8 @@ __device__ __forceinline__ RawVec<T, kVec> pack(const acc_t (&values)[kVec]) {
   memcpy(&raw, elements, sizeof(raw));
   return raw;
 }
+// To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in backward and lost 0.02 of the copy
+// in forward (H200, 256 MiB).
 template <typename T, int kVec>
 __device__ __forceinline__ void store_raw(T* target, const RawVec<T, kVec>& raw) {
 #pragma unroll
@@ -285,6 +285,59 @@ __device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t 
   }
 }
 
+// Where in a row the vectors lie that a thread keeps in its kVecs places: place v has the v-th vector of its share.
+//
+// Ragged rows (of vectors that may be there in part) take theirs by groups: whole groups in the first places, and the
+// one that the row ends in in the last places, wherever it lies in the row. So the code that looks at single elements
+// is there once, not beside each vector: with it the code of a row did not fit the instruction cache (H200, bf16,
+// N = 4097, forward: a quarter of the time waiting for instructions).
+template <typename Plan, bool ragged>
+struct Places {
+  static constexpr int kVecs = Plan::kVecs;
+  static constexpr int kGroup = kVecs % 4 == 0 ? 4 : kVecs % 3 == 0 ? 3 : kVecs % 2 == 0 ? 2 : 1;
+  static constexpr int kStep = Plan::kThreads * Plan::kVec;  // elements from one place to the next
+  static constexpr int kMain = ragged ? kVecs - kGroup : kVecs;
+  static_assert(kVecs % kGroup == 0);
+
+  int elements, left;  // of the row; of it, from this thread's first vector on
+  int last = 0;        // the first vector of the group that a ragged row ends in
+
+  // For `elements` elements, what is beyond kVecs * kStep not looked at, and a thread whose vectors begin `own`
+  // elements into each step.
+  __device__ Places(int elements, int own) : elements(elements), left(elements - own) {
+    if (ragged) last = min(elements / (kGroup * kStep), kMain / kGroup) * kGroup;
+  }
+
+  __device__ int index(int v) const { return v < kMain ? v : last + v - kMain; }
+  // Whether all threads have all of the vectors of the group from place `first` on.
+  __device__ bool whole(int first) const { return (first + kGroup) * kStep <= elements; }
+  // How many elements this thread has from place v on.
+  __device__ int count(int v) const {
+    if (ragged && v < kMain) return whole(v / kGroup * kGroup) ? Plan::kVec : 0;
+    return left - index(v) * kStep;
+  }
+
+  // Calls f(v, whole) for every place that any thread has a vector in: `whole` is true where all threads have all of
+  // theirs. Decided for a group at once, by what is the same for all threads of the row.
+  template <typename F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+#pragma unroll
+    for (int first = 0; first < kMain; first += kGroup) {
+      if (whole(first)) {
+#pragma unroll
+        for (int v = first; v < first + kGroup; ++v) f(v, std::true_type{});
+      } else if (!ragged && first * kStep < elements) {
+#pragma unroll
+        for (int v = first; v < first + kGroup; ++v)
+          if (v * kStep < elements) f(v, std::false_type{});
+      }
+    }
+#pragma unroll
+    for (int v = kMain; v < kVecs; ++v)
+      if (index(v) * kStep < elements) f(v, std::false_type{});
+  }
+};
+
 // How many vectors hold `elements` elements, the last of them perhaps in part.
 template <int kVec>
 __host__ __device__ constexpr int64_t vecs_of(int64_t elements) {
@@ -377,12 +430,33 @@ __device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
-// Addresses and sizes are multiples of 16 bytes.
+// Addresses and sizes are multiples of 16 bytes, here and below.
 __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
+#endif
+}
+
+// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
+// thread that asks waits until shared memory has been read.
+__device__ __forceinline__ void fence_bulk_store() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void store_bulk(void* global, unsigned shared, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_bulk_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
 

@@ -3,7 +3,7 @@
 The two loss curves must agree as well as two runs of torch do that differ by rounding alone. Prints what the model
 writes and the time per step of both, and plots the curves.
 
-    python examples/train_char_gpt.py [--steps N] [--norm layer|rms] [--dtype fp32|bf16] [--device cpu|cuda|auto]
+    python examples/train_char_gpt.py [--steps N] [--norm layer|rms] [--dtype fp32|bf16|fp16] [--device cpu|cuda|auto]
 """
 
 import argparse
@@ -78,16 +78,19 @@ class Run:
     def __init__(self, model: nn.Module, dtype: str, lr: float):
         self.model, self.dtype = model, dtype
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self.scaler = torch.amp.GradScaler(next(model.parameters()).device.type, enabled=dtype == "fp16")
         self.losses, self.times = [], []
 
     def step(self, tokens: torch.Tensor) -> None:
         start = time.perf_counter()
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.dtype == "bf16"):
+        autocast_dtype = torch.float16 if self.dtype == "fp16" else torch.bfloat16
+        with torch.autocast(tokens.device.type, autocast_dtype, enabled=self.dtype != "fp32"):
             logits = self.model(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.losses.append(loss.item())  # also waits for the device
         self.times.append(1e3 * (time.perf_counter() - start))
 
@@ -143,7 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="default: 2000 on a GPU, 300 without")
     parser.add_argument("--norm", default="layer", choices=["layer", "rms"])
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"], help="bf16: autocast, float32 parameters")
+    parser.add_argument(
+        "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="16 bits: autocast, float32 parameters"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--hidden-size", type=int, help="a multiple of 32; default: 512 on a GPU, 128 without")
     parser.add_argument("--layers", type=int, default=4)

@@ -1,6 +1,7 @@
 """build(): compiles the extension for this torch and the card that is here into torch's cache, where the next import
 finds it. FUSED_LAYERNORM_JIT=1 does so at import, where no extension of these sources works with this torch."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -107,20 +108,34 @@ def compile_extension(verbose: bool) -> None:
     if recipe["cuda"]:
         cpp_extension.CUDA_HOME = str(recipe["cuda"]["home"])
         link += _link_runtime(recipe["cuda"]["home"], target.parent)
-    cpp_extension.load(
-        name=name,
-        sources=[str(path) for path in recipe["sources"]],
-        extra_cflags=recipe["flags"]["cxx"],
-        extra_cuda_cflags=recipe["flags"].get("nvcc"),
-        extra_ldflags=link,
-        extra_include_paths=[str(_source_hash.CSRC)],
-        build_directory=str(target.parent),
-        with_cuda=recipe["cuda"] is not None,
-        verbose=verbose,
-    )
-    record = recipe["record"] | {"csrc_hash": _source_hash.source_hash()}
-    _toolchain.write_build_info(target.parent, {target.name: record}, None)
+    with _alone(target.parent):
+        cpp_extension.load(
+            name=name,
+            sources=[str(path) for path in recipe["sources"]],
+            extra_cflags=recipe["flags"]["cxx"],
+            extra_cuda_cflags=recipe["flags"].get("nvcc"),
+            extra_ldflags=link,
+            extra_include_paths=[str(_source_hash.CSRC)],
+            build_directory=str(target.parent),
+            with_cuda=recipe["cuda"] is not None,
+            verbose=verbose,
+        )
+        record = recipe["record"] | {"csrc_hash": _source_hash.source_hash()}
+        _toolchain.write_build_info(target.parent, {target.name: record}, None)
     os.write(stdout, str(target).encode())
+
+
+@contextlib.contextmanager
+def _alone(folder: Path):
+    """One process at a time; the others wait. torch marks a build by a file; a build that is killed leaves it behind,
+    and the next would wait for it to go, for ever. This lock goes with its process: with it, the file is of a dead one.
+    """
+    import fcntl  # not on Windows, where nothing is compiled
+
+    with open(folder / "fused_layernorm.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield
 
 
 def _link_runtime(home: Path, folder: Path) -> list[str]:

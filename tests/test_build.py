@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -321,6 +323,17 @@ def test_architecture_that_nvcc_does_not_know(monkeypatch):
     assert _toolchain.set_arch_list(torch, Path("/c13")) == "9.0+PTX"
 
 
+@pytest.mark.parametrize(
+    "version, cuda, tag, requirement",
+    [
+        ("2.13.0+cpu", None, "+torch2.13.cpu", "torch==2.13.*"),
+        ("2.14.1", "13.0", "+torch2.14.cu13", "torch==2.14.*"),
+    ],
+)
+def test_wheel_of_one_torch(setup_py, version, cuda, tag, requirement):
+    assert setup_py["of_one_torch"](version, cuda) == (tag, requirement)
+
+
 def test_record_of_a_build_keeps_its_neighbours(setup_py, tmp_path):
     (tmp_path / "a.so").touch()
     _toolchain.write_build_info(tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
@@ -372,7 +385,7 @@ def not_built(tmp_path_factory):
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_LAYERNORM")}
         clean |= environment_of_build | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
         command = [sys.executable, "-c", hide + code]
-        return subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=300)
 
     run.folder = folder
     return run
@@ -385,6 +398,8 @@ def test_jit(not_built):
     """The stations of one cache folder, in order: each is where the one before has left it."""
     library = not_built.folder / "cache" / _jit.cache_folder().name / NAMES[1] / f"{NAMES[1]}.so"
     source = not_built.folder / "csrc" / "small.cpp"
+    library.parent.mkdir(parents=True)
+    (library.parent / "lock").touch()  # torch's, of a build that was killed: torch waits for ever while it is there
 
     compiled = not_built(SHOW, FUSED_LAYERNORM_JIT="1")
     assert compiled.stdout.split() == ["cpu", str(library)], compiled.stderr
@@ -463,3 +478,70 @@ def test_fresh_extension_is_not_compiled_anew(fake, monkeypatch):
     name = NAMES[torch.version.cuda is None]
     fake(name, {**record(name), "csrc_hash": source_hash()})
     assert _ops._load("auto", strict=True, compile_missing=True).extension.__name__ == name
+
+
+# ---- what is shipped -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of what is under version control, or is new here: no build of this folder is in it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("needs a git checkout")
+    for name in ("one", "two"):
+        for file in filter(lambda file: (ROOT / file).is_file(), listed.stdout.splitlines()):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tmp_path / name / file)
+    return tmp_path
+
+
+def setup_in(folder: Path, *arguments: str, **environment: str) -> None:
+    # A compiler that is not there: a wheel of Python files, in seconds.
+    nowhere = {"SOURCE_DATE_EPOCH": "1700000000", "CXX": "/nowhere", "PATH": "/nowhere"}
+    environment = {**os.environ, **nowhere, **environment}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_wheel_without_extension_is_reproducible_and_complete(sources):
+    wheels = []
+    for name in ("one", "two"):
+        setup_in(sources / name, "bdist_wheel", "--dist-dir", str(sources / f"dist-{name}"))
+        wheels += (sources / f"dist-{name}").glob("*.whl")
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    names = zipfile.ZipFile(wheels[0]).namelist()
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    assert b"\nRequires-Dist: torch>=2.11\n" in zipfile.ZipFile(wheels[0]).read(metadata)
+    shipped = {name for name in names if ".dist-info/" not in name}
+    wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_layernorm").rglob("*.py")}
+    wanted |= {f"fused_layernorm/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}  # for build()
+    assert shipped == wanted | {"fused_layernorm/_build_info.py", "fused_layernorm/py.typed"}
+
+
+def test_wheel_to_hand_on_is_not_made_without_an_extension(sources):
+    with pytest.raises(AssertionError, match="FUSED_LAYERNORM_WHEEL=1, but no extension can be built"):
+        setup_in(sources / "one", "bdist_wheel", FUSED_LAYERNORM_WHEEL="1")
+
+
+def test_sdist_holds_what_a_build_and_the_tests_need(sources):
+    setup_in(sources / "one", "sdist", "--dist-dir", str(sources / "dist"))
+    (path,) = (sources / "dist").iterdir()
+    names = {name.split("/", 1)[1] for name in tarfile.open(path).getnames() if "/" in name}
+    needed = [*ROOT.glob("csrc/*"), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
+    needed += [ROOT / name for name in ("setup.py", "pyproject.toml", "LICENSE", "SECURITY.md", "test_correctness.py")]
+    needed += [ROOT / "fused_layernorm" / "py.typed", ROOT / "conftest.py"]
+    assert {path.relative_to(ROOT).as_posix() for path in needed} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or "_build_info" in name]
+
+
+@pytest.mark.skipif(_ops.extension is None, reason="no extension here")
+def test_extension_names_no_folder_of_the_machine_that_built_it():
+    if _ops.build_info is None or _ops.build_info["debug"]:
+        pytest.skip("of a build for debugging, or one without a record")
+    content = Path(_ops.extension.__file__).read_bytes()
+    assert str(ROOT / "csrc").encode() not in content

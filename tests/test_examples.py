@@ -1,5 +1,6 @@
 """The examples run, on each device there is, and their own checks pass."""
 
+import json
 import os
 import re
 import subprocess
@@ -66,3 +67,14 @@ def test_inline_relevance(device, tmp_path):
     for topic, word in (("cooking", "soup"), ("weather", "thunderstorm")):  # the word that says it has the longest bar
         assert re.search(rf"^  {topic}, by a margin", output, re.MULTILINE)
         assert re.search(rf"^ +{word} \+0\.\d+ {'#' * 20}$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_train_long(dtype, device, tmp_path):
+    output = run_example(
+        "train_long.py", "--device", device, "--dtype", dtype, "--seeds", "0,1", "--out", str(tmp_path)
+    )
+    assert "the runs agree" in output and "all finite: True" in output
+    record = json.loads((tmp_path / f"long_training_layer_{dtype}.json").read_text())["long_training"]
+    assert record["agree"] and len(record["mean_loss_of_the_last_tenth"]["fused"]) == 2
