@@ -8,6 +8,7 @@
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 #   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
 # make wheel: into dist/, for the torch of the environment, whose minor version it requires.
+# make site: the documentation as HTML, in build/site; a warning, such as a link that leads nowhere, is an error.
 # make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
@@ -32,7 +33,7 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl examp
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models fuzz audit tidy bench build test-here test-models-here bench-here record wheel new-op lint format \
+.PHONY: test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel new-op lint format \
   clean distclean
 
 test: $(BUILT)
@@ -53,6 +54,10 @@ audit: $(BUILT)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV)/installed.txt # torch==2.13.0+cpu: 2.13.0
 	$(BIN)/pip-audit --strict --disable-pip --no-deps -r $(VENV)/installed.txt
 	$(BIN)/pip-licenses --order=license
+
+site: $(BUILT)
+	$(BIN)/python -m pip install -r docs/site/requirements.txt
+	$(BIN)/python docs/site/build.py
 
 bench: $(BUILT)
 	$(BIN)/python test_benchmark.py $(ARGS)

@@ -907,8 +907,8 @@ ROOF_NAMES = {"forward": "copy", "backward": "two_reads_one_write"}
 
 
 def against_fastest_roof(record):
-    """A record's results; where a cell's own roof was slow, `fraction` is of the fastest of the run. On some cards a copy of
-    more than 256 MiB is slow, and that must not make a fast norm."""
+    """A record's results; where a cell's own roof was slow, `fraction` is of the fastest of the run. On some cards a
+    copy of more than 256 MiB is slow, and that must not make a fast norm."""
 
     def judged(result):
         fastest = (

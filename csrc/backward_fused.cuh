@@ -298,11 +298,12 @@ struct RowRing {
     }
     return raw;
   }
-  // Gives stage `read` free: this warp has read all it needs of it. `next` is the row that comes there.
+  // Gives stage `read` free: this warp, whose lanes at work are `lanes`, has read all it needs of it. `next` is the row
+  // that comes there.
   __device__ void release(const NormBackwardParams& params, const AddTo& add_to, int64_t first_col, int read,
-                          int64_t next, int group, int rank) {
+                          int64_t next, int group, int rank, unsigned lanes) {
     if constexpr (kBulk) {
-      __syncwarp();
+      __syncwarp(lanes);
       if (threadIdx.x % 32 == 0) arrive_barrier(full + kEmpty + 8 * read);
     } else {
       bring(params, add_to, first_col, next, group, rank, read);
@@ -463,6 +464,14 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     const auto read_skip = [&](unsigned at, int v, auto whole) {
       return kAdds<AddTo> && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
     };
+    // The lanes of this warp that have a row: where several rows share a warp, some may have none in the last turn, and
+    // have left the loop. Rows go to lanes in order.
+    const auto lanes_at_work = [&](int row) {
+      constexpr int kRowsOfWarp = 32 / Row::kLanes;
+      if constexpr (kRowsOfWarp == 1) return 0xffffffffu;
+      const int count = min(rows - (row - group % kRowsOfWarp), kRowsOfWarp);
+      return count == kRowsOfWarp ? 0xffffffffu : (1u << count * Row::kLanes) - 1;
+    };
     const auto for_each = [&](auto&& f) {
       if constexpr (kAligned) {
 #pragma unroll
@@ -527,7 +536,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           grad_raw[v] = read_grad(entry.grad, v, whole);
           if constexpr (kAdds<AddTo>) skip_raw[v] = read_skip(entry.residual, v, whole);
         });
-        ring.release(params, add_to, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank);
+        ring.release(params, add_to, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
+                     lanes_at_work(row));
         ring.next_stage();
         const Pair<acc_t> sums =
             row_sum<Row>(add_up(
@@ -551,7 +561,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
             [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
             [&](int v, auto whole) { return read_skip(entry.residual, v, whole); });
-        ring.release(params, add_to, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank);
+        ring.release(params, add_to, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank,
+                     0xffffffffu);
       };
 #pragma unroll 1
       for (; row < rows; row += slice.row_step, ++turn) {

@@ -417,7 +417,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     if (wants_x) gradients.x = empty(x.sizes(), x_dtype, x);
     if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
     if (wants_weight) gradients.weight = at::zeros(shape, weight.options());
-    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(*bias_dtype));
+    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
     return gradients;
   }
 

@@ -431,13 +431,9 @@ FOUND = {
         wants=("x",),
     ),
 }
-TO_MEND = {"many small squares beside a large one": "the CPU kernels add a row's squares in chains of hundreds"}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.xfail(DEVICE == "cpu", reason=TO_MEND[name])] if name in TO_MEND else [])
-    for name in FOUND
-])  # fmt: skip
+@pytest.mark.parametrize("name", FOUND)
 def test_found_by_fuzzing(name):
     check_case(FOUND[name])
 

@@ -1,0 +1,13 @@
+"""Sphinx, for the pages that build.py has collected."""
+
+project = "fused_layernorm"
+author = copyright = "the authors of fused_layernorm"
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx-mathjax-offline", "myst_parser"]
+html_theme = "furo"
+html_title = project
+exclude_patterns = ["**/_*"]
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
