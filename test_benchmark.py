@@ -4,6 +4,7 @@
     python test_benchmark.py --shapes sweep --dtype bf16,fp32   hidden sizes 256 to 262144, 256 MiB of x each
     python test_benchmark.py --shapes 8192x4096,1x16777216 --op rms_norm --providers fused,torch,compile
     python test_benchmark.py --shapes small --direction call_no_grad,step
+    python test_benchmark.py --op add_rms_norm --shapes 4096x8192 --providers all --residual-dtype fp32
     python test_benchmark.py --shapes sweep --providers all --record benchmarks/results/my_gpu --plot
     python test_benchmark.py --plot benchmarks/results/my_gpu/benchmark_DATE.json
 
@@ -40,6 +41,7 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}  # the ops, with their usual eps
+ADD_OPS = ("add_layer_norm", "add_rms_norm")  # of residual + x, which is a result too
 DIRECTIONS = {
     "forward": "the kernel under no_grad",
     "backward": "all gradients of one norm",
@@ -66,24 +68,43 @@ class Cell:
     weight_dtype: str
     rows: int
     hidden_size: int
+    residual_dtype: str | None = None  # of the ADD_OPS
 
     def __str__(self):
-        return f"{self.op} {self.dtype} {self.rows}x{self.hidden_size} {self.direction}"
+        residual = f"+{self.residual_dtype}" if self.residual_dtype else ""
+        return f"{self.op} {self.dtype}{residual} {self.rows}x{self.hidden_size} {self.direction}"
+
+    @property
+    def norm(self):
+        return self.op.removeprefix("add_")
+
+    @property
+    def elements(self):
+        return self.rows * self.hidden_size
 
 
 def bytes_moved(cell):
-    """What must pass between the chip and memory: x and y forward; x, grad_output and grad_input backward.
+    """What must pass between the chip and memory: x and y forward; x, grad_output and grad_input backward. With a
+    residual: x, residual, residual_out and y forward; grad_output, residual_out, its gradient and those of x and
+    residual, which are one where they are of one dtype, backward.
 
     Parameters, their gradients and the rows' statistics are left out: the roofs move the same bytes as this.
     """
-    streams = {"forward": 2, "backward": 3}[cell.direction]
-    return streams * cell.rows * cell.hidden_size * DTYPES[cell.dtype].itemsize
+    of_x = DTYPES[cell.dtype].itemsize
+    if not cell.residual_dtype:
+        return {"forward": 2, "backward": 3}[cell.direction] * cell.elements * of_x
+    of_residual = DTYPES[cell.residual_dtype].itemsize
+    if cell.direction == "forward":
+        return cell.elements * (2 * of_x + 2 * of_residual)
+    gradients = of_x if cell.residual_dtype == cell.dtype else of_x + of_residual
+    return cell.elements * (of_x + 2 * of_residual + gradients)
 
 
 # ---- providers -----------------------------------------------------------------------------------------------------
-# To add one: a function that takes a Cell and returns norm(x, weight, bias) -> y with autograd, under @provider. It
-# imports what it needs inside; any exception, or Unavailable with a reason, makes the benchmark skip it by name. Each
-# is called the way that is best for it. Nothing may write to the inputs: all providers share them.
+# To add one: a function that takes a Cell and returns norm(x, weight, bias) -> y with autograd, under @provider; for
+# the ADD_OPS norm(x, weight, bias, residual) -> (y, residual_out). It imports what it needs inside; any exception, or
+# Unavailable with a reason, makes the benchmark skip it by name. Each is called the way that is best for it. Nothing
+# may write to the inputs: all providers share them.
 
 PROVIDERS = {}
 COMPILED_WHEN_CALLED = ("compile", "liger", "quack", "flash_attn")  # what --warm is for
@@ -113,27 +134,42 @@ def on_gpu(function):
 
 @provider
 def fused(cell):
-    from fused_layernorm import fused_layer_norm, fused_rms_norm
+    import fused_layernorm
 
-    norm = {"layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm}[cell.op]
-    eps = EPS[cell.op]
+    norm, eps = getattr(fused_layernorm, f"fused_{cell.op}"), EPS[cell.norm]
+    if cell.residual_dtype:
+        return lambda x, weight, bias, residual: norm(x, residual, weight, bias, eps)
     return lambda x, weight, bias: norm(x, weight, bias, eps)
 
 
 @provider
 def torch_eager(cell):
-    shape, eps = (cell.hidden_size,), EPS[cell.op]
-    if cell.op == "layer_norm":
-        return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps)
-    return lambda x, weight, bias: F.rms_norm(x, shape, weight, eps)
+    shape, eps = (cell.hidden_size,), EPS[cell.norm]
+    if cell.norm == "layer_norm":
+
+        def norm(x, weight, bias):
+            return F.layer_norm(x, shape, weight, bias, eps)
+    else:
+
+        def norm(x, weight, bias):
+            return F.rms_norm(x, shape, weight, eps)
+
+    if not cell.residual_dtype:
+        return norm
+
+    def add_norm(x, weight, bias, residual):
+        z = x + residual  # of the wider dtype
+        return norm(z.to(x.dtype), weight, bias), z
+
+    return add_norm
 
 
 PROVIDERS["torch"] = PROVIDERS.pop("torch_eager")
 
 
 @functools.cache
-def compiled(op, hidden_size, rows, dtype, weight_dtype):
-    norm = PROVIDERS["torch"](Cell(op, "", dtype, weight_dtype, rows, hidden_size))
+def compiled(cell):
+    norm = PROVIDERS["torch"](cell)
     norm.__code__ = norm.__code__.replace()  # Dynamo keeps what it compiled by code object, and only a few of each
     return torch.compile(norm, dynamic=False)
 
@@ -146,7 +182,7 @@ def compile(cell):
 
     torch._inductor.config.compile_threads = 1  # no pool of processes beside what is timed
     torch._functorch.config.donated_buffer = False  # backward is run many times from one forward
-    return compiled(cell.op, cell.hidden_size, cell.rows, cell.dtype, cell.weight_dtype)
+    return compiled(replace(cell, direction=""))
 
 
 @provider
@@ -155,10 +191,16 @@ def liger(cell):
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    eps = EPS[cell.op]
+    eps = EPS[cell.norm]
     if cell.hidden_size > 65536:
         raise Unavailable("hidden sizes up to 65536 only")
-    if cell.op == "layer_norm":
+    if cell.residual_dtype:
+        if cell.norm == "layer_norm" or cell.residual_dtype != cell.dtype:
+            raise Unavailable("with a residual RMSNorm only, and of x's dtype")
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+        return lambda x, weight, bias, residual: LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps)
+    if cell.norm == "layer_norm":
         return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, eps)
     # in_place=True, its default, writes grad_input over grad_output. False costs it a pass of zeros in backward.
     return lambda x, weight, bias: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
@@ -170,13 +212,17 @@ def quack(cell):
     from quack.rmsnorm import _rmsnorm_fwd as any_norm_fwd
     from quack.rmsnorm import layernorm_bwd, rmsnorm
 
-    eps, itemsize = EPS[cell.op], DTYPES[cell.dtype].itemsize
+    eps, itemsize = EPS[cell.norm], DTYPES[cell.dtype].itemsize
     if math.gcd(cell.hidden_size, 16 // itemsize) * itemsize < 4:
         raise Unavailable("16-bit rows of odd length do not compile")
     if cell.hidden_size * itemsize > 16 * 224 * 1024:  # it would compile for minutes before the launch fails
         raise Unavailable("a row does not fit the shared memory of 16 blocks")
     if cell.op == "rms_norm":
         return lambda x, weight, bias: rmsnorm(x, weight, bias, eps=eps)
+    if cell.op == "add_rms_norm":
+        return lambda x, weight, bias, residual: rmsnorm(x, weight, bias, residual, eps=eps, prenorm=True)
+    if cell.residual_dtype:
+        raise Unavailable("with a residual RMSNorm only")
 
     class LayerNorm(torch.autograd.Function):
         """quack has no autograd for LayerNorm, and its layernorm_fwd wants fp32 weights, which its kernel does not."""
@@ -212,8 +258,10 @@ def flash_attn(cell):
         kernel.cache.clear()
         kernel.configs = [c for c in module.triton_autotune_configs() if cell.hidden_size <= 2048 * c.num_warps]
         kernel.do_bench = functools.partial(triton.testing.do_bench, warmup=AUTOTUNE_MS / 5, rep=AUTOTUNE_MS)
-    norm = {"layer_norm": module.layer_norm_fn, "rms_norm": module.rms_norm_fn}[cell.op]
-    return lambda x, weight, bias: norm(x, weight, bias, eps=EPS[cell.op])
+    norm, eps = {"layer_norm": module.layer_norm_fn, "rms_norm": module.rms_norm_fn}[cell.norm], EPS[cell.norm]
+    if cell.residual_dtype:
+        return lambda x, weight, bias, residual: norm(x, weight, bias, residual=residual, eps=eps, prenorm=True)
+    return lambda x, weight, bias: norm(x, weight, bias, eps=eps)
 
 
 @provider
@@ -222,6 +270,8 @@ def apex(cell):
     import fused_layer_norm_cuda  # noqa: F401  Apex itself imports it at the first call
     from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
 
+    if cell.residual_dtype:
+        raise Unavailable("no residual")
     shape, eps = (cell.hidden_size,), EPS[cell.op]
     if cell.op == "layer_norm":
         return lambda x, weight, bias: FusedLayerNormAffineFunction.apply(x, weight, bias, shape, eps)
@@ -258,10 +308,20 @@ class Inputs:
     weight: torch.Tensor
     bias: torch.Tensor
     grad_output: torch.Tensor
+    residual: torch.Tensor | None
+    grad_residual_out: torch.Tensor | None
     out: torch.Tensor  # where the roofs write
+    residual_out: torch.Tensor | None
 
-    def parameters(self, op):
-        return self.weight, (self.bias if op == "layer_norm" else None)
+    def parameters(self, cell):
+        return self.weight, (self.bias if cell.norm == "layer_norm" else None)
+
+    def leaves(self, cell):
+        """What gets a gradient, or is None: x, weight, bias, residual."""
+        return [self.x, *self.parameters(cell), self.residual]
+
+    def normalized(self):
+        return self.x if self.residual is None else self.x + self.residual
 
 
 def make_inputs(cell, sets):
@@ -278,13 +338,28 @@ def make_inputs(cell, sets):
             bias=randn(hidden_size, dtype=cell.weight_dtype),
             grad_output=randn(rows, hidden_size, dtype=cell.dtype),
             out=torch.empty(rows, hidden_size, device=DEVICE, dtype=DTYPES[cell.dtype]),
+            **{
+                name: randn(rows, hidden_size, dtype=cell.residual_dtype) if cell.residual_dtype else None
+                for name in ("residual", "grad_residual_out", "residual_out")
+            },
         )
         for _ in range(sets)
     ]
 
 
 def roof_call(cell, inputs):
-    """The plain pass over the same bytes: a copy forward, two reads and one write backward."""
+    """The plain pass over the same bytes: a copy forward, two reads and one write backward. With a residual: two
+    copies; backward, where there are two gradients, the residual's share as two reads and one write."""
+    if cell.residual_dtype:
+        two_gradients = cell.direction == "backward" and cell.residual_dtype != cell.dtype
+
+        def copies():
+            inputs.out.copy_(inputs.x)
+            if two_gradients:
+                return torch.add(inputs.residual, inputs.grad_residual_out, out=inputs.residual_out)
+            return inputs.residual_out.copy_(inputs.residual)
+
+        return copies
     if cell.direction == "forward":
         # But for the last bytes: a copy of a number of bytes that 16 does not divide takes half as long again.
         elements = max(inputs.x.numel() // 16 * 16, 1)
@@ -295,23 +370,24 @@ def roof_call(cell, inputs):
 
 def provider_call(norm, cell, inputs):
     """A function without arguments that does, once, what the cell's direction says."""
-    x, (weight, bias) = inputs.x, inputs.parameters(cell.op)
+    count = 4 if cell.residual_dtype else 3
+    given = inputs.leaves(cell)[:count]
     if cell.direction in ("forward", "call_no_grad"):
 
         def call():
             with torch.no_grad():
-                return norm(x, weight, bias)
+                return norm(*given)
 
         return call
 
-    leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-    bias = leaves[2] if bias is not None else None
-    grad_output = inputs.grad_output
+    given = [None if t is None else t.detach().requires_grad_() for t in given]
+    leaves = [t for t in given if t is not None]
+    gradients = (inputs.grad_output, inputs.grad_residual_out) if cell.residual_dtype else inputs.grad_output
     if cell.direction == "step":
-        return lambda: torch.autograd.grad(norm(leaves[0], leaves[1], bias), leaves, grad_output)
+        return lambda: torch.autograd.grad(norm(*given), leaves, gradients)
     # Backward alone. In a CUDA graph nothing but its kernels is left of autograd.
-    y = norm(leaves[0], leaves[1], bias)
-    return lambda: torch.autograd.grad(y, leaves, grad_output, retain_graph=True)
+    results = norm(*given)
+    return lambda: torch.autograd.grad(results, leaves, gradients, retain_graph=True)
 
 
 # ---- nobody wins by being wrong ------------------------------------------------------------------------------------
@@ -336,37 +412,51 @@ class Truth:
 
         self.rows = some(cell.rows, 16)
         self.kept = self.sample_of_inputs()
-        x, weight, bias = (None if t is None else t.double() for t in (self.kept[0], *inputs.parameters(cell.op)))
-        y = PROVIDERS["torch"](cell)(x.requires_grad_(), weight, bias)
-        self.y = y.detach()
+        normalized = inputs.normalized()
+        z = normalized[self.rows].double().requires_grad_()
+        weight, bias = (None if t is None else t.double() for t in inputs.parameters(cell))
+        y = PROVIDERS["torch"](replace(cell, op=cell.norm, residual_dtype=None))(z, weight, bias)
+        self.results = [("y", y.detach(), inputs.x)]
+        if cell.residual_dtype:
+            self.results.append(("residual_out", z.detach(), inputs.residual))
         self.gradients = []
         if cell.direction in ("backward", "step"):
             columns = self.columns = some(cell.hidden_size, 16)
-            wide = inputs.x.to(torch.promote_types(inputs.x.dtype, torch.float32))
-            mean = wide.mean(-1, keepdim=True) if cell.op == "layer_norm" else torch.zeros_like(wide[:, :1])
-            rstd = ((wide - mean).square().mean(-1, keepdim=True).double() + EPS[cell.op]).rsqrt()
+            wide = normalized.to(torch.promote_types(normalized.dtype, torch.float32))
+            mean = wide.mean(-1, keepdim=True) if cell.norm == "layer_norm" else torch.zeros_like(wide[:, :1])
+            rstd = ((wide - mean).square().mean(-1, keepdim=True).double() + EPS[cell.norm]).rsqrt()
             grad_output = inputs.grad_output[:, columns].double()
             x_hat = (wide[:, columns].double() - mean) * rstd
-            (grad_input,) = torch.autograd.grad(y, x, self.kept[1].double())
-            self.gradients = [grad_input, (grad_output * x_hat).sum(0), grad_output.sum(0)]
+            (grad_z,) = torch.autograd.grad(y, z, inputs.grad_output[self.rows].double())
+            if cell.residual_dtype:
+                grad_z += inputs.grad_residual_out[self.rows].double()
+            self.gradients = [
+                ("grad_input", grad_z, self.rows),
+                ("grad_weight", (grad_output * x_hat).sum(0), columns),
+                ("grad_bias", grad_output.sum(0), columns),
+                ("grad_residual", grad_z, self.rows),
+            ]
 
     def sample_of_inputs(self):
-        return [t[self.rows] for t in (self.inputs.x, self.inputs.grad_output)]
+        inputs = self.inputs
+        tensors = (inputs.x, inputs.grad_output, inputs.residual, inputs.grad_residual_out)
+        return [t[self.rows] for t in tensors if t is not None]
 
     def inputs_are_intact(self):
         return all(map(torch.equal, self.sample_of_inputs(), self.kept))
 
     def check(self, result):
         if self.gradients:
-            grad_input, *parameters = result
-            self.compare("grad_input", grad_input, self.rows, self.gradients[0])
-            for name, gradient, truth in zip(("grad_weight", "grad_bias"), parameters, self.gradients[1:]):  # noqa: B905
-                self.compare(name, gradient, self.columns, truth)
+            leaves = self.inputs.leaves(self.cell)
+            wanted = [(*g, leaf) for g, leaf in zip(self.gradients, leaves, strict=True) if leaf is not None]
+            for (name, truth, where, leaf), found in zip(wanted, result, strict=True):
+                self.compare(name, found, where, truth, leaf)
         else:
-            self.compare("y", result, self.rows, self.y)
+            found = result if self.cell.residual_dtype else [result]
+            for (name, truth, like), one in zip(self.results, found, strict=True):
+                self.compare(name, one, self.rows, truth, like)
 
-    def compare(self, name, found, where, truth):
-        like = self.inputs.x if len(truth.shape) == 2 else self.inputs.weight
+    def compare(self, name, found, where, truth, like):
         if found.shape != like.shape or found.dtype != like.dtype:
             raise Wrong(f"{name} is {found.dtype} of {tuple(found.shape)}")
         error = ((found[where].double() - truth).norm() / truth.norm()).item()
@@ -405,7 +495,7 @@ def sets_of_inputs(cell):
     """How many sets of inputs to rotate over, so that what a call finds in the L2 cache is not its own."""
     if not HAS_CUDA or cell.direction in HOST_DIRECTIONS or not is_l2_cold(cell):
         return 1
-    forward = 2 * cell.rows * cell.hidden_size * DTYPES[cell.dtype].itemsize
+    forward = bytes_moved(replace(cell, direction="forward"))
     return 1 if forward > 2 * l2_bytes() else math.ceil(2 * l2_bytes() / forward) + 1
 
 
@@ -591,6 +681,7 @@ class Bench:
             "weight_dtype": cell.weight_dtype,
             "rows": cell.rows,
             "hidden_size": cell.hidden_size,
+            "residual_dtype": cell.residual_dtype,
             "provider": name,
             "us": round(times.us, 3),
             "roof_us": round(roof.us, 3) if roof else None,
@@ -704,13 +795,14 @@ def print_cells(bench, cells):
     for cell in cells:
         progress.step(str(cell))
         try:
-            groups.setdefault((cell.op, cell.dtype, cell.direction), []).append((cell, bench.measure(cell)))
+            key = (cell.op, cell.dtype, cell.residual_dtype, cell.direction)
+            groups.setdefault(key, []).append((cell, bench.measure(cell)))
         except RuntimeError as error:  # a provider broke the CUDA context: keep what was measured
             bench.note(f"STOPPED at {cell}: {str(error).splitlines()[0]}")
             bench.failed = True
             break
     progress.step("")
-    for (op, dtype, direction), measured in groups.items():
+    for (op, dtype, residual_dtype, direction), measured in groups.items():
         names = [name for name in bench.providers if any(name in times for _, times in measured)]
         if not names:
             continue
@@ -720,7 +812,7 @@ def print_cells(bench, cells):
         versus_best = "fused" in names and len(names) > 2
         header = ["rows x hidden"]
         if has_roof:
-            header += ["copy µs" if direction == "forward" else "2R1W µs", "GB/s"]
+            header += ["copy µs" if direction == "forward" or residual_dtype else "2R1W µs", "GB/s"]
         for name in names:
             header += [f"{name} µs", "GB/s", "of roof"] if in_detail else [f"{name} µs"]
         header += ["fused of roof"] * (has_roof and not in_detail and "fused" in names)
@@ -745,14 +837,15 @@ def print_cells(bench, cells):
                 name, us = best_peer({name: t.us for name, t in times.items()}) or ("-", None)
                 row += [name, f"{us / ours.us:.2f}x" if us and ours else "-"]
             rows.append(row)
-        print_table(f"{op}, {dtype}, {direction}: {DIRECTIONS[direction]}", header, rows)
+        residual = f", residual {residual_dtype}" if residual_dtype else ""
+        print_table(f"{op}, {dtype}{residual}, {direction}: {DIRECTIONS[direction]}", header, rows)
 
 
 def times_by_cell(results, what="us"):
     """{Cell: {provider: µs, or another field}} of a record's results."""
     cells = {}
     for result in results:
-        cell = Cell(*(result[field] for field in Cell.__dataclass_fields__))
+        cell = Cell(**{field: result.get(field) for field in Cell.__dataclass_fields__})
         cells.setdefault(cell, {})[result["provider"]] = result[what]
     return cells
 
@@ -833,12 +926,12 @@ def make_meta(bench, args):
     """The environment, and of this run: the fastest roofs in GB/s, whose versions, the options, what was skipped."""
     roofs = {}
     for result in bench.results:
-        if result["roof_us"]:
+        if result["roof_us"] and not result["residual_dtype"]:
             rate = result["gb_per_s"] / result["fraction"]
             if result["timing"] == "graph, L2 cold":
                 key = f"{ROOF_NAMES[result['direction']]}_{result['dtype']}_gb_per_s"
                 roofs[key] = max(roofs.get(key, 0), round(rate, 1))
-    options = ("op", "dtype", "weight_dtype", "shapes", "direction", "providers", "rounds")
+    options = ("op", "dtype", "weight_dtype", "residual_dtype", "shapes", "direction", "providers", "rounds")
     return {
         **environment(),
         "l2_bytes": l2_bytes() if HAS_CUDA else None,
@@ -967,9 +1060,10 @@ def parse_arguments(arguments):
 
         parser.add_argument(name, type=split, default=default, metavar="A,B", help=f"{what} ({', '.join(choices)})")
 
-    several("--op", list(EPS), list(EPS), "which norms; default: all")
+    several("--op", list(EPS), [*EPS, *ADD_OPS], f"which norms; default: {','.join(EPS)}")
     several("--dtype", None, list(DTYPES), "dtypes of x; default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--weight-dtype", choices=("x", "fp32"), default="x", help="x: that of x (default)")
+    parser.add_argument("--residual-dtype", choices=("x", "fp32"), default="x", help="of the add ops; default: x")
     parser.add_argument(
         "--shapes",
         type=parse_shapes,
@@ -1034,8 +1128,20 @@ def shapes_of(name, dtype):
 
 def cells_of(args, shapes, directions):
     """The cells asked for. Beside the small shapes, the host's cost is not timed on the large groups, which hide it."""
+
+    def of(choice, dtype):
+        return dtype if choice == "x" else choice
+
     return [
-        Cell(op, direction, dtype, dtype if args.weight_dtype == "x" else args.weight_dtype, rows, hidden_size)
+        Cell(
+            op,
+            direction,
+            dtype,
+            of(args.weight_dtype, dtype),
+            rows,
+            hidden_size,
+            of(args.residual_dtype, dtype) if op in ADD_OPS else None,
+        )
         for dtype in args.dtype
         for op in args.op
         for direction in directions
@@ -1096,6 +1202,15 @@ def test_a_small_run_writes_its_records(tmp_path, capsys):
     assert sorted(path.suffix for path in (tmp_path / "records").iterdir()) == [".csv", ".json"]
     printed = capsys.readouterr().out
     assert "layer_norm, fp32, forward" in printed and "\033" not in printed  # colours are for terminals
+
+
+def test_norms_of_a_sum(capsys):
+    for residual in ("x", "fp32"):
+        arguments = ["--op", "add_layer_norm,add_rms_norm", "--shapes", "3x64", "--dtype", "fp32,bf16"]
+        arguments += ["--direction", "forward,backward,call_no_grad,step", "--residual-dtype", residual]
+        assert main([*arguments, "--providers", "fused,torch"]) == 0
+    printed = capsys.readouterr().out
+    assert "add_rms_norm, bf16, residual fp32, backward" in printed and "WRONG" not in printed
 
 
 def results_for_a_test(fraction, small):

@@ -62,6 +62,8 @@ constexpr DispatchKeySet kTransforms({DispatchKey::FuncTorchBatched, DispatchKey
                                       DispatchKey::FuncTorchVmapMode, DispatchKey::FuncTorchDynamicLayerFrontMode,
                                       DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::BatchedNestedTensor});
 
+}  // namespace
+
 bool is_in_transform(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
   if (c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms)) return true;
   for (const Tensor& tensor : tensors)
@@ -69,25 +71,22 @@ bool is_in_transform(std::initializer_list<std::reference_wrapper<const Tensor>>
   return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
+namespace {
 
 NormOperatorResult call_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                      int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
-                                     std::optional<at::ScalarType> out_dtype) {
+                                     std::optional<at::ScalarType> out_dtype, bool stats_grad) {
   static const auto handle = find_operator<decltype(call_norm_forward)>("fused_layernorm::norm_forward");
-  return handle.call(x, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype);
+  return handle.call(x, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, stats_grad);
 }
 
 NormOperatorGradients call_norm_backward(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
                                          const Tensor& stats, int64_t normalized_ndim, double weight_offset,
                                          bool is_rms_norm, bool wants_x, bool wants_weight,
-                                         std::optional<at::ScalarType> bias_dtype) {
+                                         std::optional<at::ScalarType> bias_dtype, bool stats_grad) {
   static const auto handle = find_operator<decltype(call_norm_backward)>("fused_layernorm::norm_backward");
   return handle.call(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
-                     bias_dtype);
+                     bias_dtype, stats_grad);
 }
 
 }  // namespace
@@ -98,28 +97,22 @@ namespace {
 
 PyObject* differentiable_backward = nullptr;
 
-// What backward must know, beside tensors.
-struct BackwardOptions {
-  int64_t normalized_ndim;
-  double eps, weight_offset;
-  bool is_rms_norm;
-  std::optional<at::ScalarType> bias_dtype;  // none: no bias
-  bool wants_x, wants_weight, wants_bias;
-  bool is_operator;  // tensors that the kernels cannot take go through the operator, as they did forward
-};
+}  // namespace
 
 NormGradients by_operations(const Tensor& grad_output, const Tensor& x, const Tensor& weight,
                             const BackwardOptions& options) {
   const py::gil_scoped_acquire gil;
   TORCH_INTERNAL_ASSERT(differentiable_backward);
-  const py::tuple found = py::handle(differentiable_backward)(grad_output, x, weight, options.normalized_ndim,
-                                                              options.eps, options.weight_offset, options.is_rms_norm,
-                                                              options.wants_bias ? options.bias_dtype : std::nullopt);
+  const py::tuple found = py::handle(differentiable_backward)(
+      grad_output, x, weight, options.normalized_ndim, options.eps, options.weight_offset, options.is_rms_norm,
+      options.wants_bias ? options.bias_dtype : std::nullopt, options.stats_grad);
   const auto tensor = [&](size_t i, bool is_wanted) {
     return is_wanted && !found[i].is_none() ? found[i].cast<Tensor>() : Tensor();
   };
-  return {tensor(0, options.wants_x), tensor(1, options.wants_weight), tensor(2, options.wants_bias)};
+  return {tensor(0, options.wants_x), tensor(1, options.wants_weight), tensor(2, options.wants_bias), {}};
 }
+
+namespace {
 
 variable_list gradients_of(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
                            const BackwardOptions& options) {
@@ -131,12 +124,12 @@ variable_list gradients_of(const Tensor& grad_output, const Tensor& x, const Ten
     found = by_operations(grad_output, x, weight, options);
   } else if (takes_kernel({grad_output, x, weight})) {
     found = norm_backward(grad_output, x, weight, stats, options.normalized_ndim, options.weight_offset,
-                          options.is_rms_norm, options.wants_x, options.wants_weight, bias_dtype);
+                          options.is_rms_norm, options.wants_x, options.wants_weight, bias_dtype, options.stats_grad);
   } else if (options.is_operator && !is_in_transform({grad_output, x, weight})) {
     const OptionalTensor given_weight = weight.defined() ? OptionalTensor(weight) : std::nullopt;
     std::tie(found.x, found.weight, found.bias) =
         call_norm_backward(grad_output, x, given_weight, stats, options.normalized_ndim, options.weight_offset,
-                           options.is_rms_norm, options.wants_x, options.wants_weight, bias_dtype);
+                           options.is_rms_norm, options.wants_x, options.wants_weight, bias_dtype, options.stats_grad);
     if (!options.wants_x) found.x.reset();
     if (!options.wants_weight) found.weight.reset();
     if (!options.wants_bias) found.bias.reset();
@@ -176,6 +169,7 @@ struct FusedNormBackward final : torch::autograd::Node {
     args.collect(now.weight_offset);
     args.collect(now.is_rms_norm);
     args.collect(now.bias_dtype);
+    args.collect(now.stats_grad);
     for (const bool is_wanted : {now.wants_x, now.wants_weight, now.wants_bias}) args.collect(is_wanted);
     for (const SavedVariable* saved : {&x, &weight, &stats}) args.collect(*saved, /*is_output=*/false);
   }
@@ -247,6 +241,7 @@ void record(Tensor& y, const Tensor& stats, const Tensor& x, const Tensor& weigh
   node->options.eps = options.eps;
   node->options.weight_offset = options.weight_offset;
   node->options.is_rms_norm = options.is_rms_norm;
+  node->options.stats_grad = options.stats_grad;
   if (bias.defined()) node->options.bias_dtype = bias.scalar_type();
   node->options.is_operator = is_operator;
   torch::autograd::create_gradient_edge(y, owner);
@@ -263,7 +258,7 @@ Tensor norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const Nor
   }
 
   const bool is_recorded = wants_gradients({x, weight, bias});
-  auto [y, stats] = norm_forward(x, weight, bias, options, /*save_stats=*/is_recorded);
+  auto [y, stats, unused] = norm_forward(x, weight, bias, options, /*save_stats=*/is_recorded);
   if (is_recorded) {
     const int64_t parameter_ndim = weight.defined() ? weight.dim() : (bias.defined() ? bias.dim() : 0);
     record(y, stats, x, weight, bias,
@@ -275,7 +270,8 @@ Tensor norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const Nor
 
 NormOperatorResult norm_by_operator(const Tensor& x, const OptionalTensor& given_weight,
                                     const OptionalTensor& given_bias, int64_t normalized_ndim, double eps,
-                                    double weight_offset, bool is_rms_norm, std::optional<at::ScalarType> out_dtype) {
+                                    double weight_offset, bool is_rms_norm, std::optional<at::ScalarType> out_dtype,
+                                    bool stats_grad) {
   const Tensor weight = given_weight.value_or(Tensor()), bias = given_bias.value_or(Tensor());
   for (const Tensor& input : {std::cref(x), std::cref(weight), std::cref(bias)})
     TORCH_CHECK_NOT_IMPLEMENTED(!input.defined() || !input._fw_grad(/*level=*/0).defined(),
@@ -283,10 +279,11 @@ NormOperatorResult norm_by_operator(const Tensor& x, const OptionalTensor& given
                                 "fused_layernorm.fused_layer_norm or fused_rms_norm, which have one");
   auto [y, stats] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_norm_forward(x, given_weight, given_bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype);
+    return call_norm_forward(x, given_weight, given_bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype,
+                             stats_grad);
   }();
   if (wants_gradients({x, weight, bias}))
-    record(y, stats, x, weight, bias, normalized_ndim, {{}, eps, weight_offset, is_rms_norm, out_dtype},
+    record(y, stats, x, weight, bias, normalized_ndim, {{}, eps, weight_offset, is_rms_norm, out_dtype, stats_grad},
            /*is_operator=*/true);
   return {std::move(y), std::move(stats)};
 }

@@ -1,6 +1,7 @@
 // A norm with its node in the autograd graph where gradients are wanted: in plain eager mode, and as an operator.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <Python.h>
 
 #include <functional>
@@ -31,14 +32,47 @@ using NormOperatorGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // norm_forward's kernel for autograd: calls norm_forward below autograd, and gives y the node that norm() gives it.
 NormOperatorResult norm_by_operator(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                     int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
-                                    std::optional<at::ScalarType> out_dtype);
+                                    std::optional<at::ScalarType> out_dtype, bool stats_grad);
+
+// The operators add_norm_forward and add_norm_backward, and the former's kernel for autograd (add_autograd.cpp).
+using AddNormResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using AddNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+AddNormResult add_norm_by_operator(const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
+                                   double eps, double weight_offset, bool is_rms_norm,
+                                   std::optional<at::ScalarType> out_dtype, bool stats_grad, double dropout_p,
+                                   std::optional<at::ScalarType> residual_dtype);
+
+// Whether torch.func or forward-mode AD is at work, for which the operators have no rules.
+bool is_in_transform(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors);
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// What backward must know, beside tensors.
+struct BackwardOptions {
+  int64_t normalized_ndim;
+  double eps, weight_offset;
+  bool is_rms_norm;
+  std::optional<at::ScalarType> bias_dtype;  // none: no bias
+  bool wants_x, wants_weight, wants_bias;
+  bool is_operator;  // tensors that the kernels cannot take go through the operator, as they did forward
+  bool stats_grad;
+};
+
+// The gradients of a norm by PyTorch operations, differentiable.
+NormGradients by_operations(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
+                            const BackwardOptions& options);
 
 // Makes type(y.grad_fn) say what it is. Once, with the GIL.
 void name_node_in_python();
 
-// A Python function of (grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype) that
-// returns the gradients of x, weight and bias. It is called where those must be differentiable (create_graph), or the
-// kernels cannot take the tensors. With the GIL; kept for good.
+// A Python function of (grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype,
+// stats_grad) that returns the gradients of x, weight and bias. It is called where those must be differentiable
+// (create_graph), or the kernels cannot take the tensors. With the GIL; kept for good.
 void set_differentiable_backward(PyObject* function);
 
 }  // namespace fused_layernorm

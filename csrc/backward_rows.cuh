@@ -3,20 +3,12 @@
 
 #include <cuda_runtime.h>
 
+#include "add_rows.cuh"
 #include "norm_params.h"
 #include "reduce.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
-
-// Rounding pinned: left to itself the compiler may fuse a product into either of two sums, kernel by kernel.
-__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
-__device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, b); }
-
-__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
 
 // What forward saved of a row.
 template <typename T>
@@ -108,6 +100,13 @@ __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& st
                                                    T inverse_n) {
   const T c1 = mul(mul(sums.first, stats.rstd), inverse_n);
   return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
+}
+
+// What the sums of a row are multiplied by. Where the statistics are constants, c1 = c2 = 0 by a factor of 0: no kernel
+// has to know.
+template <typename T>
+T inverse_for_sums(const NormBackwardParams& params) {
+  return params.stats_grad ? static_cast<T>(1.0 / static_cast<double>(params.hidden_size)) : T(0);
 }
 
 // A scalar to a tensor whose dtype is known at run time only.

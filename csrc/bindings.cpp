@@ -16,21 +16,23 @@ namespace {
 using at::Tensor;
 using OptionalShape = std::optional<std::vector<int64_t>>;
 
-std::pair<Tensor, Tensor> py_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                                          const OptionalShape& normalized_shape, double eps, double weight_offset,
-                                          bool is_rms_norm, std::optional<at::ScalarType> out_dtype, bool save_stats) {
-  NormOptions options{{}, eps, weight_offset, is_rms_norm, out_dtype};
+std::tuple<Tensor, Tensor> py_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                           const OptionalShape& normalized_shape, double eps, double weight_offset,
+                                           bool is_rms_norm, std::optional<at::ScalarType> out_dtype, bool save_stats,
+                                           bool stats_grad) {
+  NormOptions options{{}, eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
   if (normalized_shape) options.normalized_shape = at::IntArrayRef(*normalized_shape);
-  return norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, save_stats);
+  NormResults found = norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, save_stats);
+  return {std::move(found.y), std::move(found.stats)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> py_norm_backward(const Tensor& grad_output, const Tensor& x,
                                                     const OptionalTensor& weight, const Tensor& stats,
                                                     int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                                                     bool wants_x, bool wants_weight,
-                                                    std::optional<at::ScalarType> bias_dtype) {
+                                                    std::optional<at::ScalarType> bias_dtype, bool stats_grad) {
   NormGradients found = norm_backward(grad_output, x, weight.value_or(Tensor()), stats, normalized_ndim, weight_offset,
-                                      is_rms_norm, wants_x, wants_weight, bias_dtype);
+                                      is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad);
   return {std::move(found.x), std::move(found.weight), std::move(found.bias)};
 }
 
@@ -89,6 +91,8 @@ struct Call {
       return false;
     }
     if (!read(arguments[5], options.weight_offset)) return false;
+    options.stats_grad = arguments[8] == Py_True;
+    if (!options.stats_grad && arguments[8] != Py_False) return false;
     if (arguments[7] == Py_None) return true;
     if (!THPDtype_Check(arguments[7])) return false;
     options.out_dtype = reinterpret_cast<THPDtype*>(arguments[7])->scalar_type;
@@ -96,11 +100,11 @@ struct Call {
   }
 };
 
-// norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype) -> y; NotImplemented where the
-// kernels cannot take the tensors, or an argument is of a type that is not expected.
+// norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad) -> y; NotImplemented
+// where the kernels cannot take the tensors, or an argument is of a type that is not expected.
 PyObject* py_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8, "norm takes 8 arguments");
+  TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
   Call call;
   if (!call.read_from(arguments) || !takes_kernel({call.x, call.weight, call.bias})) {
     PyErr_Clear();

@@ -57,6 +57,20 @@ struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
 
+// With an add stage: the plans above for rows of 256 elements or more, one block a row.
+template <typename scalar_t>
+struct AddLadder {
+  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
+                      RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
+                      RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+};
+template <>
+struct AddLadder<float> {
+  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
+                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
+                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>>;
+};
+
 // Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones. What a row costs beside its
 // elements is a third of the instructions or more, so few threads have many elements each; 20 places, not 16, so that
 // one element more than a power of two does not need twice the threads. H200, bf16, N = 4097: 128 x 20 0.80 of the
@@ -95,11 +109,11 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 // assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
 constexpr int dtype_bytes(DType t) { return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2; }
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype) {
-  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_bf16 = x_dtype == DType::kBFloat16;
-  const bool is_fp16 = x_dtype == DType::kFloat16;
+constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
+  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
+  const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
   const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6) || (is_fp16 && Plan::kVecs > 20) ? 512
-                      : whole ? (Plan::kVecs > 4 || !is_bf16 || weight_dtype != x_dtype ? 768 : 1024)
+                      : whole ? (Plan::kVecs > 4 || !needs_few ? 768 : 1024)
                               : (is_fp16 && Plan::kVecs >= 16 ? 768 : 1024);
   return threads / kForwardThreads<Plan>;
 }
@@ -205,6 +219,21 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
+// With an add stage: the plans above of the fused strategy for rows of 256 elements or more, of up to 7 rows a block.
+template <typename scalar_t>
+struct AddGradLadder {
+  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
+                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
+                      BackwardPlan<64, 4, 8, 3, 1, 2>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
+                      BackwardPlan<128, 4, 8, 2, 1, 16>>;
+};
+template <>
+struct AddGradLadder<float> {
+  using type = Ladder<BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
+                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
+                      BackwardPlan<256, 4, 4, 1, 1, 16>>;
+};
+
 // Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward. H200, bf16: N = 4097 128 x 20 B2
 // 0.81, 64 x 20 R3 C2 0.63, 64 x 16 R4 C3 0.53, 128 x 8 R3 C3 0.49; 12345 128 x 20 B2 C3 0.69, 128 x 16 R2 C4 0.51; 769
 // 64 x 8 R6 0.72, 32 x 16 R10 0.66.
@@ -296,6 +325,10 @@ constexpr int kHugeTable = 64;                // rows whose sums a block of grad
 constexpr int64_t kHugeSlices = 256;
 constexpr int64_t kHugeMaxSlices = 512;
 constexpr int64_t kHugeTilesEach = 4;
+
+// ---- add stages as operations of their own: elements in fours -------------------------------------------------------
+
+constexpr int kQuadThreads = 256;
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "norm_params.h"
+#include "philox.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FLN_X86_DISPATCH 1
@@ -47,7 +48,11 @@ using AccOf = typename std::conditional<std::is_same<x_t, double>::value, double
 using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin,
                              int64_t end);
 using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, void* grad_weight_partial,
-                              void* grad_bias_partial, int64_t begin, int64_t end);
+                              void* grad_bias_partial, int64_t begin, int64_t end, void* grad_row);
+// `scales_memory`: hidden_size elements of acc_t, for dropout.
+using AddRow = void (*)(const NormForwardParams&, int64_t row, void* scales_memory);
+using AddGradRow = void (*)(const NormBackwardParams&, int64_t row, const void* grad_norm, void* scales_memory);
+using KeepRow = void (*)(const Dropout&, int64_t row, int64_t hidden_size, uint8_t* keep);
 using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin,
                            int64_t end);
 // to = from + offset, or offset alone where `from` is null.
@@ -56,6 +61,10 @@ using WidenColumns = void (*)(const void* from, double offset, int64_t hidden_si
 struct Kernels {
   ForwardRows (*forward_rows_of)(DType x_dtype, DType y_dtype);
   BackwardRows (*backward_rows_of)(DType x_dtype);
+  BackwardRows (*wide_backward_rows_of)(DType x_dtype, DType grad_output_dtype);
+  AddRow (*add_row_of)(DType x_dtype, DType residual_dtype, DType z_dtype);
+  AddGradRow (*add_grad_row_of)(DType x_dtype, DType residual_dtype, DType z_dtype);
+  KeepRow keep_row;
   SumChunks (*sum_chunks_of)(bool is_double, DType grad_dtype);
   WidenColumns (*widen_columns_of)(bool is_double, DType from_dtype);
 };
@@ -117,6 +126,17 @@ const Kernels& kernels() {
 
 size_t acc_bytes(DType x_dtype) { return x_dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
 
+// A row of the accumulation type that a thread has for itself.
+class RowMemory {
+ public:
+  RowMemory(int64_t hidden_size, DType x_dtype)
+      : memory_(hidden_size > 0 ? new char[hidden_size * acc_bytes(x_dtype)] : nullptr) {}
+  void* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+};
+
 // weight + offset, or bias, as a row of the accumulation type. The tensor itself where it is one already; else a
 // widened copy, made once a launch, which spares every row the conversion, and the kernels a type and two flags.
 class AffineRow {
@@ -173,14 +193,46 @@ ChunkPlan plan_chunks(const NormBackwardParams& params) {
 
 }  // namespace
 
-// Threads share out rows, so a single huge row is the work of one thread.
-void launch_norm_forward_cpu(const NormForwardParams& params) {
+// Threads share out rows, so a single huge row is the work of one thread. Calls rows(weight, bias, begin, end).
+template <class F>
+static void for_rows(const NormForwardParams& params, F&& rows) {
   const AffineRow weight(params.weight, params.weight_dtype, params.weight_offset, 1, params.x_dtype,
                          params.hidden_size);
   const AffineRow bias(params.bias, params.weight_dtype, 0, 0, params.x_dtype, params.hidden_size);
-  const ForwardRows forward_rows = kernels().forward_rows_of(params.x_dtype, params.y_dtype);
   at::parallel_for(0, params.rows, grain(params.hidden_size),
-                   [&](int64_t begin, int64_t end) { forward_rows(params, weight.get(), bias.get(), begin, end); });
+                   [&](int64_t begin, int64_t end) { rows(weight.get(), bias.get(), begin, end); });
+}
+
+static void launch_add_norm_forward(const NormForwardParams& params) {
+  const AddStage& add = *params.add;
+  NormForwardParams of_z = params;
+  of_z.x = add.residual_out;
+  of_z.x_dtype = add.residual_out_dtype;
+  of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
+  const ForwardRows forward_rows = kernels().forward_rows_of(of_z.x_dtype, params.y_dtype);
+  const AddRow add_row = kernels().add_row_of(params.x_dtype, add.residual_dtype, of_z.x_dtype);
+  for_rows(of_z, [&](const void* weight, const void* bias, int64_t begin, int64_t end) {
+    const RowMemory scales(add.dropout.philox ? params.hidden_size : 0, of_z.x_dtype);
+    for (int64_t row = begin; row < end; ++row) {  // z's row is normalized while it lies in the cache
+      add_row(params, row, scales.get());
+      forward_rows(of_z, weight, bias, row, row + 1);
+    }
+  });
+}
+
+void launch_norm_forward_cpu(const NormForwardParams& params) {
+  if (params.add) return launch_add_norm_forward(params);
+  const ForwardRows forward_rows = kernels().forward_rows_of(params.x_dtype, params.y_dtype);
+  for_rows(params, [&](const void* weight, const void* bias, int64_t begin, int64_t end) {
+    forward_rows(params, weight, bias, begin, end);
+  });
+}
+
+void launch_dropout_mask_cpu(const DropoutMaskParams& params) {
+  at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      kernels().keep_row(params.dropout, row, params.hidden_size, params.mask + row * params.hidden_size);
+  });
 }
 
 int64_t norm_backward_workspace_cpu(const NormBackwardParams& params) { return plan_chunks(params).workspace_bytes; }
@@ -191,20 +243,35 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
   char* bias_partials = params.grad_bias ? static_cast<char*>(params.workspace) + plan.bias_offset : nullptr;
 
   // Rows: grad_input, and the partial sums of each chunk. Only grad_input reads the weight.
-  const AffineRow weight(params.grad_input ? params.weight : nullptr, params.weight_dtype, params.weight_offset, 1,
-                         params.x_dtype, params.grad_input ? params.hidden_size : 0);
-  const BackwardRows backward_rows = kernels().backward_rows_of(params.x_dtype);
+  const AddGradStage* add = params.add;
+  const bool wants_rows = params.grad_input || (add && add->grad_residual);
+  const AffineRow weight(wants_rows ? params.weight : nullptr, params.weight_dtype, params.weight_offset, 1,
+                         params.x_dtype, wants_rows ? params.hidden_size : 0);
+  const BackwardRows backward_rows = add ? kernels().wide_backward_rows_of(params.x_dtype, add->grad_output_dtype)
+                                         : kernels().backward_rows_of(params.x_dtype);
+  if (!wants_rows) add = nullptr;
+  const AddGradRow add_grad_row =
+      add ? kernels().add_grad_row_of(add->grad_input_dtype, add->grad_residual_dtype, params.x_dtype) : nullptr;
   const int64_t chunk_grain = grain(params.hidden_size * plan.rows_per_chunk);
   at::parallel_for(0, plan.chunks, chunk_grain, [&](int64_t begin, int64_t end) {
+    const RowMemory grad_norm(add ? params.hidden_size : 0, params.x_dtype);
+    const RowMemory scales(add && add->dropout.philox ? params.hidden_size : 0, params.x_dtype);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       char* weight_partial = weight_partials ? weight_partials + chunk * plan.partial_bytes : nullptr;
       char* bias_partial = bias_partials ? bias_partials + chunk * plan.partial_bytes : nullptr;
       if (weight_partial) memset(weight_partial, 0, plan.partial_bytes);
       if (bias_partial) memset(bias_partial, 0, plan.partial_bytes);
       const int64_t first_row = chunk * plan.rows_per_chunk;
-      const int64_t end_row = first_row + plan.rows_per_chunk;
-      backward_rows(params, weight.get(), weight_partial, bias_partial, first_row,
-                    end_row < params.rows ? end_row : params.rows);
+      const int64_t end_row =
+          first_row + plan.rows_per_chunk < params.rows ? first_row + plan.rows_per_chunk : params.rows;
+      if (!add) {
+        backward_rows(params, weight.get(), weight_partial, bias_partial, first_row, end_row, nullptr);
+        continue;
+      }
+      for (int64_t row = first_row; row < end_row; ++row) {
+        backward_rows(params, weight.get(), weight_partial, bias_partial, row, row + 1, grad_norm.get());
+        add_grad_row(params, row, grad_norm.get(), scales.get());
+      }
     }
   });
 

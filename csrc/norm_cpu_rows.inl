@@ -243,9 +243,9 @@ struct NormalizeSweep {
   }
 };
 
-template <class acc_t, class x_t>
+template <class acc_t, class x_t, class grad_t>
 struct DotSweep {
-  const x_t* grad_output;
+  const grad_t* grad_output;
   const x_t* x;
   const acc_t* weight;
   RowStats<acc_t> stats;
@@ -263,14 +263,14 @@ struct DotSweep {
   }
 };
 
-template <class acc_t, class x_t>
+template <class acc_t, class x_t, class grad_t, class to_t>
 struct GradInputSweep {
-  const x_t* grad_output;
+  const grad_t* grad_output;
   const x_t* x;
   const acc_t* weight;
-  x_t* grad_input;
+  to_t* grad_input;
   RowStats<acc_t> stats;
-  const x_t* next_grad_output;
+  const grad_t* next_grad_output;
   const x_t* next_x;
   acc_t c1, c2;
 
@@ -283,9 +283,9 @@ struct GradInputSweep {
   }
 };
 
-template <class acc_t, class x_t>
+template <class acc_t, class x_t, class grad_t>
 struct GradWeightSweep {
-  const x_t* grad_output;
+  const grad_t* grad_output;
   const x_t* x;
   acc_t* partial;
   RowStats<acc_t> stats;
@@ -297,13 +297,52 @@ struct GradWeightSweep {
   }
 };
 
-template <class acc_t, class x_t>
+template <class acc_t, class grad_t>
 struct GradBiasSweep {
-  const x_t* grad_output;
+  const grad_t* grad_output;
   acc_t* partial;
 
   FLN_INLINE void step(int count, int64_t col, int) {
     store<acc_t>(partial + col, count, load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count));
+  }
+};
+
+// value * scale where the element is kept: there, scales holds dropout_scale, elsewhere 0. Chosen, not multiplied: what
+// is dropped is 0 even where it was not finite.
+template <class acc_t>
+FLN_INLINE Vec<acc_t> dropped_out(Vec<acc_t> value, Vec<acc_t> scales) {
+  return scales == acc_t(0) ? scales : value * scales;
+}
+
+template <class acc_t, class x_t, class residual_t, class z_t>
+struct AddSweep {
+  const x_t* x;
+  const residual_t* residual;  // or null
+  const acc_t* scales;         // or null: no dropout
+  z_t* z;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    Vec<acc_t> value = load<acc_t>(x + col, count);
+    if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
+    if (residual) value += load<acc_t>(residual + col, count);
+    store<acc_t>(z + col, count, value);
+  }
+};
+
+template <class acc_t, class x_t, class residual_t, class z_t>
+struct AddGradSweep {
+  const acc_t* grad_norm;        // the gradient of z without that of residual_out
+  const z_t* grad_residual_out;  // or null
+  const acc_t* scales;           // or null: no dropout
+  residual_t* grad_residual;     // or null
+  x_t* grad_input;               // or null
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    Vec<acc_t> value = load<acc_t>(grad_norm + col, count);
+    if (grad_residual_out) value += load<acc_t>(grad_residual_out + col, count);
+    if (grad_residual) store<acc_t>(grad_residual + col, count, value);
+    if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
+    if (grad_input) store<acc_t>(grad_input + col, count, value);
   }
 };
 
@@ -366,19 +405,23 @@ void forward_rows(const NormForwardParams& params, const void* weight, const voi
   }
 }
 
-template <class x_t>
+// The gradients of z go to rows of params.grad_input, or, where `grad_row` is given, there, row after row.
+template <class x_t, class grad_t, class to_t>
 void backward_rows(const NormBackwardParams& params, const void* weight, void* grad_weight_partial,
-                   void* grad_bias_partial, int64_t begin, int64_t end) {
+                   void* grad_bias_partial, int64_t begin, int64_t end, void* grad_row) {
   using acc_t = AccOf<x_t>;
   const int64_t n = params.hidden_size;
   const acc_t* weight_row = static_cast<const acc_t*>(weight);
   for (int64_t row = begin; row < end; ++row) {
-    const x_t* grad_output = row_at<x_t>(params.grad_output, params.grad_output_strides, row);
+    const grad_t* grad_output = row_at<grad_t>(params.grad_output, params.grad_output_strides, row);
     if (grad_bias_partial) {
-      GradBiasSweep<acc_t, x_t> sweep{grad_output, static_cast<acc_t*>(grad_bias_partial)};
+      GradBiasSweep<acc_t, grad_t> sweep{grad_output, static_cast<acc_t*>(grad_bias_partial)};
       sweep_columns<acc_t>(sweep, 0, n);
     }
-    if (!params.grad_input && !grad_weight_partial) continue;  // grad_bias alone reads neither x nor its statistics
+    to_t* grad_input = grad_row            ? static_cast<to_t*>(grad_row)
+                       : params.grad_input ? static_cast<to_t*>(params.grad_input) + row * n
+                                           : nullptr;
+    if (!grad_input && !grad_weight_partial) continue;  // grad_bias alone reads neither x nor its statistics
 
     const x_t* x = row_at<x_t>(params.x, params.x_strides, row);
     const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
@@ -386,25 +429,77 @@ void backward_rows(const NormBackwardParams& params, const void* weight, void* g
     const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
     const RowStats<acc_t> stats{mean, rstd, tail * rstd};
     if (grad_weight_partial) {
-      GradWeightSweep<acc_t, x_t> sweep{grad_output, x, static_cast<acc_t*>(grad_weight_partial), stats};
+      GradWeightSweep<acc_t, x_t, grad_t> sweep{grad_output, x, static_cast<acc_t*>(grad_weight_partial), stats};
       sweep_columns<acc_t>(sweep, 0, n);
     }
-    if (params.grad_input) {
-      const Totals dots = sum_columns<acc_t>(DotSweep<acc_t, x_t>{grad_output, x, weight_row, stats, {}, {}}, n);
+    if (grad_input) {
+      Totals dots;
+      if (params.stats_grad)
+        dots = sum_columns<acc_t>(DotSweep<acc_t, x_t, grad_t>{grad_output, x, weight_row, stats, {}, {}}, n);
       const acc_t c1 = static_cast<acc_t>(dots.first / n);
       const acc_t c2 = static_cast<acc_t>(params.is_rms_norm ? 0 : dots.second / n);
       const int64_t next = row + 1 < end ? row + 1 : row;
-      GradInputSweep<acc_t, x_t> sweep{grad_output,
-                                       x,
-                                       weight_row,
-                                       static_cast<x_t*>(params.grad_input) + row * n,
-                                       stats,
-                                       row_at<x_t>(params.grad_output, params.grad_output_strides, next),
-                                       row_at<x_t>(params.x, params.x_strides, next),
-                                       c1,
-                                       c2};
+      GradInputSweep<acc_t, x_t, grad_t, to_t> sweep{
+          grad_output,
+          x,
+          weight_row,
+          grad_input,
+          stats,
+          row_at<grad_t>(params.grad_output, params.grad_output_strides, next),
+          row_at<x_t>(params.x, params.x_strides, next),
+          c1,
+          c2};
       sweep_columns<acc_t>(sweep, 0, n);
     }
+  }
+}
+
+// ---- the add stages -------------------------------------------------------------------------------------------------
+
+// dropout_scale where an element of the row is kept, else 0. Null without dropout.
+template <class acc_t>
+FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int64_t n, void* memory) {
+  if (!dropout.philox) return nullptr;
+  acc_t* scales = static_cast<acc_t*>(memory);
+  const acc_t scale = static_cast<acc_t>(dropout.scale);
+  for (int64_t col = 0; col < n; col += 4) {
+    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
+    for (int64_t k = 0; k < 4 && col + k < n; ++k) scales[col + k] = words.word[k] >= dropout.threshold ? scale : 0;
+  }
+  return scales;
+}
+
+// Makes one row of z.
+template <class x_t, class residual_t, class z_t>
+void add_row(const NormForwardParams& params, int64_t row, void* scales_memory) {
+  using acc_t = AccOf<x_t>;
+  const AddStage& add = *params.add;
+  const int64_t n = params.hidden_size;
+  AddSweep<acc_t, x_t, residual_t, z_t> sweep{
+      row_at<x_t>(params.x, params.x_strides, row),
+      add.residual ? row_at<residual_t>(add.residual, add.residual_strides, row) : nullptr,
+      dropout_scales<acc_t>(add.dropout, row, n, scales_memory), static_cast<z_t*>(add.residual_out) + row * n};
+  sweep_columns<acc_t>(sweep, 0, n);
+}
+
+template <class x_t, class residual_t, class z_t>
+void add_grad_row(const NormBackwardParams& params, int64_t row, const void* grad_norm, void* scales_memory) {
+  using acc_t = AccOf<x_t>;
+  const AddGradStage& add = *params.add;
+  const int64_t n = params.hidden_size;
+  AddGradSweep<acc_t, x_t, residual_t, z_t> sweep{
+      static_cast<const acc_t*>(grad_norm),
+      add.grad_residual_out ? row_at<z_t>(add.grad_residual_out, add.grad_residual_out_strides, row) : nullptr,
+      dropout_scales<acc_t>(add.dropout, row, n, scales_memory),
+      add.grad_residual ? static_cast<residual_t*>(add.grad_residual) + row * n : nullptr,
+      params.grad_input ? static_cast<x_t*>(params.grad_input) + row * n : nullptr};
+  sweep_columns<acc_t>(sweep, 0, n);
+}
+
+void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
+  for (int64_t col = 0; col < n; col += 4) {
+    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
+    for (int64_t k = 0; k < 4 && col + k < n; ++k) keep[col + k] = words.word[k] >= dropout.threshold;
   }
 }
 
@@ -448,9 +543,52 @@ ForwardRows forward_rows_of(DType x_dtype, DType y_dtype) {
 #undef FLN_FUNCTION
 }
 
+// fp64 goes with nothing else.
+#define FLN_FOR_ADD_DTYPE(dtype, rows, function)            \
+  switch (dtype) {                                          \
+    case DType::kFloat16: return function(Float16);         \
+    case DType::kBFloat16: return function(BFloat16);       \
+    case DType::kFloat32: return rows<float, float, float>; \
+    default: return rows<double, double, double>;           \
+  }
+
 BackwardRows backward_rows_of(DType x_dtype) {
-#define FLN_FUNCTION(x_t) backward_rows<x_t>
+#define FLN_FUNCTION(x_t) backward_rows<x_t, x_t, x_t>
   FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+// Before an add stage: gradients in the accumulation type, of a grad_output that may be 16-bit beside fp32 x.
+BackwardRows wide_backward_rows_of(DType x_dtype, DType grad_dtype) {
+  if (x_dtype == DType::kFloat32 && grad_dtype == DType::kFloat16) return backward_rows<float, Float16, float>;
+  if (x_dtype == DType::kFloat32 && grad_dtype == DType::kBFloat16) return backward_rows<float, BFloat16, float>;
+#define FLN_FUNCTION(x_t) backward_rows<x_t, x_t, AccOf<x_t>>
+  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+// The residual and z are each of x's type or fp32.
+#define FLN_OF_ADD_TYPES(function)                                                                    \
+  template <class x_t>                                                                                \
+  auto function##_of(bool is_residual_fp32, bool is_z_fp32) {                                         \
+    if (is_residual_fp32) return is_z_fp32 ? function<x_t, float, float> : function<x_t, float, x_t>; \
+    return is_z_fp32 ? function<x_t, x_t, float> : function<x_t, x_t, x_t>;                           \
+  }
+FLN_OF_ADD_TYPES(add_row)
+FLN_OF_ADD_TYPES(add_grad_row)
+#undef FLN_OF_ADD_TYPES
+
+AddRow add_row_of(DType x_dtype, DType residual_dtype, DType z_dtype) {
+  const bool is_residual_fp32 = residual_dtype == DType::kFloat32, is_z_fp32 = z_dtype == DType::kFloat32;
+#define FLN_FUNCTION(x_t) add_row_of<x_t>(is_residual_fp32, is_z_fp32)
+  FLN_FOR_ADD_DTYPE(x_dtype, add_row, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+AddGradRow add_grad_row_of(DType x_dtype, DType residual_dtype, DType z_dtype) {
+  const bool is_residual_fp32 = residual_dtype == DType::kFloat32, is_z_fp32 = z_dtype == DType::kFloat32;
+#define FLN_FUNCTION(x_t) add_grad_row_of<x_t>(is_residual_fp32, is_z_fp32)
+  FLN_FOR_ADD_DTYPE(x_dtype, add_grad_row, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
 
@@ -467,8 +605,10 @@ WidenColumns widen_columns_of(bool is_double, DType from_dtype) {
   return from_dtype == DType::kBFloat16 ? widen_columns<float, BFloat16> : widen_columns<float, float>;
 }
 
-const Kernels kernels = {forward_rows_of, backward_rows_of, sum_chunks_of, widen_columns_of};
+const Kernels kernels = {forward_rows_of, backward_rows_of, wide_backward_rows_of, add_row_of,
+                         add_grad_row_of, keep_row,         sum_chunks_of,         widen_columns_of};
 
+#undef FLN_FOR_ADD_DTYPE
 #undef FLN_FOR_DTYPE
 #undef FLN_CONVERT
 

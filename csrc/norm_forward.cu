@@ -3,348 +3,26 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// Here each row is in the registers of a group of threads, or of a cluster. How the statistics are put together is said
-// in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu), or shared
-// by the whole card (norm_huge.cu).
+// Each row is in the registers of a group of threads, or of a cluster (forward_kernel.cuh). How the statistics are put
+// together is said in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu), or shared by the
+// whole card (norm_huge.cu).
 #include "dispatch.cuh"
+#include "forward_kernel.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
+#include "norm_add.cuh"
 #include "norm_params.h"
-#include "reduce.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
-namespace {
-
-// Part of a row on its way between memory and the registers of its threads, for 16-bit rows that begin anywhere: in
-// shared memory it lies as in memory, so that all traffic is of whole 16 bytes (except at the ends of y) and all
-// shifting is done by element-wise access to shared memory. From sm_90 on the copy engine moves it: with a loop over
-// cp.async and one over stores, half of a thread's instructions were not arithmetic, and there the time went (H200,
-// bf16, N = 4097: three quarters of the issue slots used).
-template <typename Row, typename T, int kMaxWords>
-struct Stage {
-#if __CUDA_ARCH__ >= 900
-  static constexpr bool kBulk = true;
-#else
-  static constexpr bool kBulk = false;
-#endif
-  unsigned memory, barrier;  // shared addresses
-  unsigned parity = 0;
-
-  __device__ Stage(const void* memory, const uint64_t* barrier, int rank)
-      : memory(shared_address(memory)), barrier(shared_address(barrier)) {
-    if (kBulk && rank == 0) {
-      init_barrier(this->barrier, 1);
-      fence_barrier_init();
-    }
-  }
-
-  // Reads the aligned 16 bytes that cover `elements` elements, returns where the first of them lies.
-  __device__ unsigned fill(const T* source, int elements, int rank) {
-    const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
-    const char* first = reinterpret_cast<const char*>(source) - past;
-    const int bytes = static_cast<int>(past) + elements * static_cast<int>(sizeof(T));
-    if constexpr (kBulk) {
-      if (rank == 0) {
-        const unsigned whole = elements > 0 ? (bytes + 15) / 16 * 16 : 0;
-        expect_bytes(barrier, whole);
-        if (whole > 0) copy_bulk(memory, first, whole, barrier);
-      }
-      Row::barrier();
-      wait_barrier(barrier, parity);
-      parity ^= 1;
-    } else {
-#pragma unroll
-      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
-        const int at = 16 * (word + rank);
-        if (at < bytes) copy_async(memory + at, first + at, min(bytes - at, 16));
-      }
-      commit_copies();
-      wait_for_copies<0>();
-      Row::barrier();
-    }
-    return memory + past;
-  }
-
-  // A pair of elements that may begin between two words; of the last one perhaps only the first.
-  template <int kVec>
-  __device__ RawVec<T, kVec> get(unsigned at, int count) const {
-    RawVec<T, kVec> raw;
-    T elements[kVec] = {};
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) elements[i] = load_shared_element<T>(at + i * static_cast<int>(sizeof(T)));
-    memcpy(&raw, elements, sizeof(raw));
-    return raw;
-  }
-  template <int kVec>
-  __device__ void put(unsigned at, const RawVec<T, kVec>& raw, int count) const {
-    T elements[kVec];
-    memcpy(elements, &raw, sizeof(raw));
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) store_shared_element(at + i * static_cast<int>(sizeof(T)), elements[i]);
-  }
-
-  // Where an element-wise write to the stage puts what is to go to `target`.
-  __device__ unsigned place(const T* target) const {
-    return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
-  }
-  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other
-  // rows or slices by single elements.
-  __device__ void drain(T* target, int elements, int rank) const {
-    constexpr int kWord = 16 / static_cast<int>(sizeof(T));
-    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
-    T* first = target - past;
-    const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
-    if constexpr (kBulk) fence_bulk_store();
-    Row::barrier();
-    if constexpr (kBulk) {
-      if (rank == 0 && begin < end)
-        store_bulk(first + begin, memory + begin * static_cast<int>(sizeof(T)),
-                   (end - begin) * static_cast<int>(sizeof(T)));
-    } else {
-#pragma unroll
-      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
-        const int at = kWord * (word + rank);
-        if (at >= begin && at < end) *reinterpret_cast<uint4*>(first + at) = load_shared(memory + at * sizeof(T));
-      }
-    }
-    for (int index = rank; index < 2 * kWord; index += Row::kThreadsOfRow) {
-      const int at = index < kWord ? index : max(end, begin) + index - kWord;
-      if (at >= past && at < past + elements && (at < begin || at >= end))
-        first[at] = load_shared_element<T>(memory + at * static_cast<int>(sizeof(T)));
-    }
-    if (kBulk && rank == 0) wait_for_bulk_stores();
-  }
-};
-
-// kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
-// used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3).
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager>
-__global__ void __launch_bounds__(kForwardThreads<Plan>,
-                                  kEager ? 1 : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>))
-    norm_forward_kernel(const __grid_constant__ NormForwardParams params, acc_type<scalar_t> inverse_n) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
-  constexpr int kRows = kForwardThreads<Plan> / kThreads;
-  constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
-  constexpr bool kWhole = kIsWhole<scalar_t, Plan>;
-  using Row = RowThreads<kThreads, kRows, true>;
-  __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
-  __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
-  __shared__ uint64_t stage_barriers[kStaged ? kRows : 1];
-  __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
-
-  constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
-  using Held = Places<Plan, kRagged>;
-
-  // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
-  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
-  // three bits, of many more than 16-bit results can show.
-  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
-
-  // Which row, and which slice of it: the blocks of a cluster share a row
-  const int blocks = Plan::kClusters ? cluster_size() : 1;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
-  if (row >= params.rows) return;
-  if (blocks > 1) cluster_arrive();
-  const int hidden_size = static_cast<int>(params.hidden_size);
-  const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
-  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : 0;
-  const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size;  // may be 0 or less
-  const int rank = Row::rank();
-  const int own = rank * kVec;  // where this thread's first vector begins
-  constexpr int kTile = kThreads * kVecs * kVec;
-  const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
-  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
-
-  const weight_t* weight = static_cast<const weight_t*>(params.weight) + slice_col + own;
-  const weight_t* bias = static_cast<const weight_t*>(params.bias) + slice_col + own;
-  // Kept, or their addresses are worked out anew for each vector
-  asm volatile("" : "+l"(weight), "+l"(bias));
-  if constexpr (kEager) wait_for_previous_kernel();
-  const auto weight_vec = [&](int at, int count) {
-    return load_parameter<kVec>(weight + at, count, params.weight, one_vec<weight_t, kVec>());
-  };
-  const auto bias_vec = [&](int at, int count) {
-    return load_parameter<kVec>(bias + at, count, params.bias, zero_vec<weight_t, kVec>());
-  };
-  RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
-  if constexpr (kEager) {
-    const auto load_all = [&](auto& raw, const weight_t* first, bool given, RawVec<weight_t, kVec> neutral) {
-      const Held held(elements, own);
-      if (given) {
-        held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec>(first + v * kThreads * kVec);
-        });
-      } else {
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) raw[v] = neutral;
-      }
-    };
-    load_all(weight_raw, weight, params.weight, one_vec<weight_t, kVec>());
-    load_all(bias_raw, bias, params.bias, zero_vec<weight_t, kVec>());
-  }
-
-  // Load; what lies beyond the row is not looked at
-  RawVec<scalar_t, kVec> raw[kVecs];
-  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
-      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
-  const auto load = [&](int tile) {
-    const int left = elements - tile;
-    const scalar_t* first = x + tile + own;
-    unsigned at = 0;
-    if constexpr (kStaged) {
-      if (tile != 0 || kManyTiles<Plan>) Row::barrier();
-      at = stage.fill(x + tile, min(left, kTile), rank) + own * static_cast<int>(sizeof(scalar_t));
-    }
-    const Held held(left, own);
-    held.for_each([&](int v, auto whole) {
-      const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
-      if (!whole && count <= 0) return;
-      if constexpr (kStaged) {
-        raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
-      } else {
-        raw[v] = load_vec<scalar_t, kVec>(first + skip);
-      }
-    });
-  };
-
-  // Statistics: of the whole row when it fits the registers, else tile by tile
-  acc_t values[kVec];
-  Moments<acc_t> part{};
-#pragma unroll 1
-  for (int tile = 0; kManyTiles<Plan> ? tile <= last_tile : tile == 0; tile += kTile) {
-    load(tile);
-    const int left = elements - tile;
-    const Held held(left, own);
-    // How many of the first `vecs` vectors' elements `lanes` threads from this thread's or warp's first on hold
-    const auto held_of = [&](int vecs, int first, int lanes) {
-      const int full = min(max(left, 0) / (kThreads * kVec), vecs);
-      const int rest = full == vecs ? 0 : min(max(left - full * kThreads * kVec - first * kVec, 0), lanes * kVec);
-      return full * lanes * kVec + rest;
-    };
-    const int warp_first = rank - rank % Row::kLanes;
-    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank, 1)), 0, 0, 0};
-    if (!params.is_rms_norm) {
-      acc_t sum = 0;
-      const auto sample = [&](int v) {  // what is not there is 0
-        unpack(raw[v], values);
-        sum += vec_sum(values);
-      };
-      if constexpr (kRagged && kSample == kVecs) {
-        held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) sample(v);
-        });
-      } else if (kRagged && !held.whole(0)) {
-#pragma unroll
-        for (int v = Held::kMain; v < kVecs; ++v)
-          if (held.count(v) > 0) sample(v);
-      } else {
-#pragma unroll
-        for (int v = 0; v < kSample; ++v)
-          if (kRagged || v * kThreads * kVec + own < left) sample(v);
-      }
-      sum = Row::warp_sum(sum);
-      const int sampled = held_of(kSample, warp_first, Row::kLanes);
-      if (sampled > 0) here.m = quick_ratio(sum, sampled);
-    }
-    if constexpr (kWidenAnew<Plan>) forget(raw);
-    held.for_each([&](int v, auto whole) {
-      const int count = held.count(v);
-      if (!whole && count <= 0) return;
-      unpack(raw[v], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-      if (!kWhole && !whole) {  // what is not there must add nothing
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (i >= count) values[i] = 0;
-      }
-      here.add(values);
-    });
-    const acc_t warp_has = static_cast<acc_t>(held_of(kVecs, warp_first, Row::kLanes));
-    if (tile == 0) {
-      part = here;
-      part.n = warp_has;
-    } else {
-      here = here.about(part.m);
-      part.c += here.c;
-      part.q += here.q;
-      part.n += warp_has;
-    }
-  }
-  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch);
-  if (blocks > 1) {
-    part.n = static_cast<acc_t>(max(elements, 0));
-    cluster_wait();
-    if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
-    cluster_sync();
-    part = merge_moments<kMaxCluster>(
-        threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
-  }
-  const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
-
-  // Store: backwards, as the last tile is still in registers
-  if constexpr (kWidenAnew<Plan>) forget(raw);
-  const int64_t y_row = row * params.hidden_size + slice_col;
-  const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
-  const bool same_dtype = params.y_dtype == dtype_of<scalar_t>;
-#pragma unroll 1
-  for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
-    const int left = elements - tile;
-    const Held held(left, own);
-    if (tile != last_tile) load(tile);
-    scalar_t* y = static_cast<scalar_t*>(params.y) + y_row + tile;
-    // `plain`: y of x's type, no weight_offset
-    const auto store = [&](auto plain) {
-      [[maybe_unused]] unsigned place = 0;
-      if constexpr (kStaged) {
-        Row::barrier();
-        place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
-      }
-      held.for_each([&](int v, auto whole) {
-        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
-        if (!whole && count <= 0) return;
-        const int has = whole || kWhole ? kVec : min(count, kVec);
-        acc_t scale[kVec], offset[kVec];
-        unpack(kEager ? weight_raw[kEager ? v : 0] : weight_vec(tile + skip, has), scale);
-        unpack(kEager ? bias_raw[kEager ? v : 0] : bias_vec(tile + skip, has), offset);
-        if (!plain) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
-        }
-        unpack(raw[v], values);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-        if (!plain && !same_dtype) {
-          store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
-        } else if constexpr (kStaged) {
-          stage.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
-        } else {
-          store_vec(y + own + skip, values);
-        }
-      });
-      if constexpr (kStaged) {
-        if (plain || same_dtype) stage.drain(y, min(left, kTile), rank);
-      }
-    };
-    if (same_dtype && weight_offset == 0) {
-      store(std::true_type{});
-    } else {
-      store(std::false_type{});
-    }
-  }
-}
-
-}  // namespace
 
 int64_t norm_forward_workspace_cuda(const NormForwardParams& params) {
+  if (params.add) return add_forward_workspace(params);
   return is_huge_forward(params) ? forward_huge_workspace(params) : 0;
 }
 
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream) {
+  if (params.add) return launch_add_forward(params, stream);
   int device = 0;
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
@@ -365,11 +43,11 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
       if constexpr (kMayBeEager<scalar_t, Plan>) {
         if (blocks <= kEagerBlocks) {
           const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true>, params,
-                                    inverse_n);
+          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true, NoAdd>, params,
+                                    inverse_n, NoAdd{});
         }
       }
-      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan, false>;
+      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan, false, NoAdd>;
       int cluster = 1;
       if constexpr (Plan::kClusters) {
         static OncePerDevice allowed;
@@ -378,7 +56,7 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
         cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
       }
       const ClusterLaunch launch(blocks * cluster, kForwardThreads<Plan>, 0, cluster, stream);
-      return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_n);
+      return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_n, NoAdd{});
     };
     return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
         params.hidden_size, facts.max_cluster, launch_plan);

@@ -43,7 +43,7 @@ struct Slice {
   }
 };
 
-// Bytes of a slice in the ring, with room for its address's place within 128 bytes (RowRing in norm_backward.cu says
+// Bytes of a slice in the ring, with room for its address's place within 128 bytes (RowRing in backward_fused.cuh says
 // why).
 template <typename Plan>
 constexpr int kSlicePitch = Plan::kThreads * Plan::kVecs * 16 + 128;

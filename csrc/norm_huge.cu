@@ -455,7 +455,7 @@ cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t 
     using acc_t = acc_type<scalar_t>;
     using Sums = typename decltype(plan)::Sums;
     using Gradients = typename decltype(plan)::Gradients;
-    const auto inverse_n = static_cast<acc_t>(1.0 / static_cast<double>(params.hidden_size));
+    const auto inverse_n = inverse_for_sums<acc_t>(params);
     NormBackwardParams rest = params;  // its workspace: the partial sums
     rest.workspace = static_cast<char*>(params.workspace) + launch.sums_bytes;
     acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;

@@ -9,6 +9,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #ifdef FUSED_LAYERNORM_WITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -19,6 +20,7 @@
 #endif
 
 #include "norm_params.h"
+#include "philox.h"
 
 namespace fused_layernorm {
 
@@ -93,6 +95,25 @@ void check_parameter(const char* name, const Tensor& parameter, const Tensor& x,
                    std::string(name) + " must be of x's dtype, " + text(dtype) +
                        (dtype == at::kDouble ? "" : ", or float32") + ", got " + text(given));
   check_dense(name, parameter);
+}
+
+void check_residual(const Tensor& residual, const Tensor& x) {
+  const at::ScalarType dtype = x.scalar_type(), given = residual.scalar_type();
+  TORCH_CHECK(residual.sizes() == x.sizes(),
+              "residual must have x's shape, [" + text(x.sizes()) + "], got [" + text(residual.sizes()) + "]");
+  TORCH_CHECK(residual.device() == x.device(),
+              "residual must be on x's device, " + x.device().str() + ", got " + residual.device().str());
+  TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
+                   "residual must be of x's dtype, " + text(dtype) + (dtype == at::kDouble ? "" : ", or float32") +
+                       ", got " + text(given));
+  check_dense("residual", residual);
+}
+
+void check_dropout(const Tensor& philox, double p, at::Device device) {
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, "dropout_p must be from 0 to 1, got " + std::to_string(p));
+  TORCH_CHECK(!philox.defined() || (philox.scalar_type() == at::kLong && philox.numel() == 2 &&
+                                    philox.is_contiguous() && philox.device() == device),
+              "philox must hold two int64 on x's device");
 }
 
 // How x splits into rows, by the number of its last dimensions that are normalized together.
@@ -192,6 +213,22 @@ Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
   return is_aligned16(ready) ? ready : ready.clone();
 }
 
+Dropout dropout_of(const Tensor& philox, double p) {
+  return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, dropout_threshold(p),
+          dropout_scale(p)};
+}
+
+// Whether a kernel reads what surrounds the norm together with it, or there is nothing around it.
+template <class Params>
+bool has_add_stage(const Params& params, const Tensor& x) {
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (params.add && x.is_cuda()) return has_add_stage_cuda(params);
+#endif
+  (void)params;
+  (void)x;
+  return true;
+}
+
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 void launch(NormForwardParams& params, const Tensor& x) {
@@ -254,8 +291,8 @@ void check_normalized_ndim(int64_t normalized_ndim, const Tensor& x) {
       "normalized_ndim must be from 1 to " + std::to_string(x.dim()) + ", got " + std::to_string(normalized_ndim));
 }
 
-std::pair<Tensor, Tensor> norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                       const NormOptions& options, bool save_stats) {
+NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const NormOptions& options,
+                         bool save_stats, const AddOptions* add) {
   check_x(x);
   TORCH_CHECK_VALUE(options.normalized_shape || weight.defined() || bias.defined(),
                     "normalized_shape is needed when neither weight nor bias is given");
@@ -272,28 +309,29 @@ std::pair<Tensor, Tensor> norm_forward(const Tensor& x, const Tensor& weight, co
                         std::to_string(options.weight_offset));
   const at::ScalarType y_dtype = options.out_dtype.value_or(x.scalar_type());
   check_supported("out_dtype", y_dtype);
+  at::ScalarType z_dtype = x.scalar_type();
+  if (add) {
+    if (add->residual.defined()) check_residual(add->residual, x);
+    check_dropout(add->philox, add->dropout_p, x.device());
+    z_dtype = add->residual_dtype.value_or(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
+    TORCH_CHECK_TYPE(z_dtype == x.scalar_type() || (z_dtype == at::kFloat && x.scalar_type() != at::kDouble),
+                     "residual_dtype must be x's dtype, " + text(x.scalar_type()) +
+                         (x.scalar_type() == at::kDouble ? "" : ", or float32") + ", got " + text(z_dtype));
+  }
 
   const DeviceScope scope(x);
   const Extent extent = extent_of(x, normalized_ndim);
   TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31),
               "normalized_shape must hold fewer than 2**31 elements, got [" + text(shape) + "]");
   const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
-  Tensor y = empty(x.sizes(), y_dtype, x), stats;
+  Tensor y = empty(x.sizes(), y_dtype, x), stats, residual_out;
+  if (add) residual_out = empty(x.sizes(), z_dtype, x);
   if (save_stats) stats = empty({options.is_rms_norm ? 1 : 3, extent.rows}, acc_dtype, x);
-  if (y.numel() == 0) return {std::move(y), std::move(stats)};
+  if (y.numel() == 0) return {std::move(y), std::move(stats), std::move(residual_out)};
 
-  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing.
-  const bool same_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
-  const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
-  const at::ScalarType weight_dtype = same_dtype ? like.scalar_type() : at::kFloat;
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
   const RowView rows(x, normalized_ndim, extent);
-
   NormForwardParams params{};
   params.x = rows.tensor.const_data_ptr();
-  params.weight = data_or_null(ready_weight);
-  params.bias = data_or_null(ready_bias);
   params.y = y.mutable_data_ptr();
   if (save_stats) {
     char* base = static_cast<char*>(stats.mutable_data_ptr());
@@ -310,57 +348,95 @@ std::pair<Tensor, Tensor> norm_forward(const Tensor& x, const Tensor& weight, co
   params.eps = options.eps;
   params.weight_offset = options.weight_offset;
   params.x_dtype = dtype_of(x.scalar_type());
-  params.weight_dtype = dtype_of(weight_dtype);
   params.y_dtype = dtype_of(y_dtype);
   params.is_rms_norm = options.is_rms_norm;
+  std::optional<RowView> residual_rows;
+  AddStage stage;
+  if (add) {
+    stage = {};
+    stage.residual_strides = RowStrides{extent.rows, 0, 0};
+    if (add->residual.defined()) {
+      residual_rows.emplace(add->residual, normalized_ndim, extent);
+      stage.residual = residual_rows->tensor.const_data_ptr();
+      stage.residual_strides = residual_rows->strides;
+    }
+    stage.residual_out = residual_out.mutable_data_ptr();
+    stage.residual_dtype = dtype_of(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
+    stage.residual_out_dtype = dtype_of(z_dtype);
+    stage.dropout = dropout_of(add->philox, add->dropout_p);
+    params.add = &stage;
+  }
+
+  // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing. So are those
+  // narrower than z, where no kernel has the stage.
+  const bool same_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
+  const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
+  const bool widened = !same_dtype || (like.scalar_type() != z_dtype && !has_add_stage(params, x));
+  const at::ScalarType weight_dtype = widened ? at::kFloat : like.scalar_type();
+  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
+  params.weight = data_or_null(ready_weight);
+  params.bias = data_or_null(ready_bias);
+  params.weight_dtype = dtype_of(weight_dtype);
   launch(params, x);
-  return {std::move(y), std::move(stats)};
+  return {std::move(y), std::move(stats), std::move(residual_out)};
 }
 
 NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
                             int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
-                            bool wants_weight, std::optional<at::ScalarType> bias_dtype) {
+                            bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
+                            const AddGradOptions* add) {
   check_x(x);
   check_normalized_ndim(normalized_ndim, x);
-  TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
-              "grad_output must have x's shape and device, [" + text(x.sizes()) + "] on " + x.device().str() +
-                  ", got [" + text(grad_output.sizes()) + "] on " + grad_output.device().str());
-  check_supported("grad_output", grad_output.scalar_type());
-  check_dense("grad_output", grad_output);
+  const auto check_like_x = [&](const char* name, const Tensor& gradient) {
+    TORCH_CHECK(gradient.sizes() == x.sizes() && gradient.device() == x.device(),
+                std::string(name) + " must have x's shape and device, [" + text(x.sizes()) + "] on " +
+                    x.device().str() + ", got [" + text(gradient.sizes()) + "] on " + gradient.device().str());
+    check_supported(name, gradient.scalar_type());
+    check_dense(name, gradient);
+  };
+  check_like_x("grad_output", grad_output);
   const Extent extent = extent_of(x, normalized_ndim);
   TORCH_CHECK(stats.numel() == extent.rows * (is_rms_norm ? 1 : 3) && stats.is_contiguous() &&
                   stats.device() == x.device() && stats.scalar_type() == accumulation_type(x.scalar_type()),
               "stats must be what norm_forward returned for this x");
+  if (add) {
+    if (add->grad_residual_out.defined()) check_like_x("grad_residual_out", add->grad_residual_out);
+    check_dropout(add->philox, add->dropout_p, x.device());
+  }
   wants_weight = wants_weight && weight.defined();
 
   const DeviceScope scope(x);
   const at::IntArrayRef shape = x.sizes().slice(x.dim() - normalized_ndim);
+  const Dropout dropout = add ? dropout_of(add->philox, add->dropout_p) : Dropout{};
+  const at::ScalarType x_dtype = add ? add->x_dtype : x.scalar_type();
+  const bool wants_residual = add && add->residual_dtype;
+  const bool is_shared = wants_x && wants_residual && !dropout.philox && *add->residual_dtype == x_dtype;
   NormGradients gradients;
   if (x.numel() == 0) {  // no rows: the sums over rows are 0
-    if (wants_x) gradients.x = empty(x.sizes(), x.scalar_type(), x);
+    if (wants_x) gradients.x = empty(x.sizes(), x_dtype, x);
+    if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
     if (wants_weight) gradients.weight = at::zeros(shape, weight.options());
     if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
     return gradients;
   }
 
-  // The kernels read grad_output in x's dtype. Where out_dtype made them differ, both are taken to the accumulation
-  // type, at the price of a copy on a rare path.
+  // The kernels read grad_output in x's dtype, an add stage also a 16-bit one beside fp32 x. Where out_dtype made them
+  // differ otherwise, both are taken to the accumulation type, at the price of a copy on a rare path.
+  const at::ScalarType grad_dtype = grad_output.scalar_type();
   const at::ScalarType kernel_dtype =
-      grad_output.scalar_type() == x.scalar_type() ? x.scalar_type() : accumulation_type(x.scalar_type());
-  const at::ScalarType weight_dtype =
-      !weight.defined() || kernel_dtype != x.scalar_type() ? kernel_dtype : weight.scalar_type();
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const RowView x_rows(of_dtype(x, kernel_dtype), normalized_ndim, extent);
-  const RowView grad_rows(of_dtype(grad_output, kernel_dtype), normalized_ndim, extent);
-  if (wants_x) gradients.x = empty(x.sizes(), kernel_dtype, x);
+      grad_dtype == x.scalar_type() ? x.scalar_type() : accumulation_type(x.scalar_type());
+  const at::ScalarType grad_input_dtype = add ? x_dtype : kernel_dtype;
+  if (wants_x) gradients.x = empty(x.sizes(), grad_input_dtype, x);
+  if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
   if (wants_weight) gradients.weight = empty(shape, weight.scalar_type(), x);
   if (bias_dtype) gradients.bias = empty(shape, *bias_dtype, x);
-  if (!wants_x && !wants_weight && !bias_dtype) return gradients;
+  if (!wants_x && !wants_residual && !wants_weight && !bias_dtype) return gradients;
 
   NormBackwardParams params{};
-  params.grad_output = grad_rows.tensor.const_data_ptr();
-  params.x = x_rows.tensor.const_data_ptr();
-  params.weight = data_or_null(ready_weight);
+  params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
+  params.grad_weight = wants_weight ? gradients.weight.mutable_data_ptr() : nullptr;
+  params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
   const char* base = static_cast<const char*>(stats.const_data_ptr());
   const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
   params.rstd = base;
@@ -368,22 +444,80 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     params.mean = base + row_bytes;
     params.mean_tail = base + 2 * row_bytes;
   }
-  params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
-  params.grad_weight = wants_weight ? gradients.weight.mutable_data_ptr() : nullptr;
-  params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
-  params.grad_output_strides = grad_rows.strides;
-  params.x_strides = x_rows.strides;
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
   params.weight_offset = weight_offset;
   params.x_dtype = dtype_of(kernel_dtype);
-  params.weight_dtype = dtype_of(weight_dtype);
   params.grad_weight_dtype = dtype_of(weight.defined() ? weight.scalar_type() : kernel_dtype);
   params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
   params.is_rms_norm = is_rms_norm;
+  params.stats_grad = stats_grad;
+  std::optional<RowView> grad_residual_rows;
+  AddGradStage stage;
+  if (add) {
+    stage = {};
+    stage.grad_residual_out_strides = RowStrides{extent.rows, 0, 0};
+    if (add->grad_residual_out.defined()) {
+      grad_residual_rows.emplace(of_dtype(add->grad_residual_out, kernel_dtype), normalized_ndim, extent);
+      stage.grad_residual_out = grad_residual_rows->tensor.const_data_ptr();
+      stage.grad_residual_out_strides = grad_residual_rows->strides;
+    }
+    stage.grad_residual = wants_residual && !is_shared ? gradients.residual.mutable_data_ptr() : nullptr;
+    stage.grad_output_dtype =
+        dtype_of(x.scalar_type() == at::kFloat && grad_dtype != at::kDouble ? grad_dtype : kernel_dtype);
+    stage.grad_input_dtype = dtype_of(grad_input_dtype);
+    stage.grad_residual_dtype = dtype_of(add->residual_dtype.value_or(x_dtype));
+    stage.dropout = dropout;
+    params.add = &stage;
+  }
+
+  // Beside an add stage, grad_output and weight may be narrower than x.
+  const bool takes_narrow = add && has_add_stage(params, x);
+  if (!takes_narrow) stage.grad_output_dtype = params.x_dtype;
+  const at::ScalarType kernel_grad_dtype = stage.grad_output_dtype == params.x_dtype ? kernel_dtype : grad_dtype;
+  const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
+                                      : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
+                                                                                             : at::kFloat;
+  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  // LayerNorm of one element is 0 and, to the kernels, constant. With frozen statistics it has a slope: as RMSNorm of
+  // 0.
+  const bool is_zero = !stats_grad && !is_rms_norm && extent.hidden_size == 1;
+  if (is_zero) {
+    params.is_rms_norm = true;
+    params.mean = params.mean_tail = nullptr;
+  }
+  const RowView x_rows(of_dtype(is_zero ? at::zeros_like(x) : x, kernel_dtype), normalized_ndim, extent);
+  const RowView grad_rows(of_dtype(grad_output, kernel_grad_dtype), normalized_ndim, extent);
+  params.grad_output = grad_rows.tensor.const_data_ptr();
+  params.x = x_rows.tensor.const_data_ptr();
+  params.weight = data_or_null(ready_weight);
+  params.grad_output_strides = grad_rows.strides;
+  params.x_strides = x_rows.strides;
+  params.weight_dtype = dtype_of(weight_dtype);
   launch(params, x);
-  if (wants_x) gradients.x = of_dtype(gradients.x, x.scalar_type());
+  if (wants_x && !add) gradients.x = of_dtype(gradients.x, x.scalar_type());
   return gradients;
+}
+
+Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {
+  check_dropout(philox, dropout_p, philox.device());
+  TORCH_CHECK(rows >= 0 && hidden_size >= 0, "a mask needs sizes of 0 or more");
+  const DeviceScope scope(philox);
+  Tensor mask = empty({rows, hidden_size}, at::kBool, philox);
+  if (mask.numel() == 0) return mask;
+  const DropoutMaskParams params{static_cast<uint8_t*>(mask.mutable_data_ptr()),
+                                 rows,
+                                 hidden_size,
+                                 {philox.const_data_ptr<int64_t>(), dropout_threshold(dropout_p), 0}};
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (philox.is_cuda()) {
+    C10_CUDA_CHECK(static_cast<cudaError_t>(
+        launch_dropout_mask_cuda(params, c10::cuda::getCurrentCUDAStream(philox.get_device()))));
+    return mask;
+  }
+#endif
+  launch_dropout_mask_cpu(params);
+  return mask;
 }
 
 }  // namespace fused_layernorm

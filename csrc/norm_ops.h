@@ -6,7 +6,6 @@
 #include <c10/util/OptionalArrayRef.h>
 
 #include <optional>
-#include <utility>
 
 namespace fused_layernorm {
 
@@ -22,26 +21,53 @@ struct NormOptions {
   double weight_offset;
   bool is_rms_norm;
   std::optional<at::ScalarType> out_dtype;
+  bool stats_grad = true;  // false: backward takes mean and rstd for constants
+};
+
+// z = residual + dropout(x) is normalized, where forward is given one of these.
+struct AddOptions {
+  at::Tensor residual;                           // undefined: 0
+  std::optional<at::ScalarType> residual_dtype;  // of z: x's or fp32; otherwise residual's, or else x's
+  at::Tensor philox;  // int64 [2] on x's device: the seed and offset of philox.h; or undefined
+  double dropout_p;
+};
+
+struct NormResults {
+  at::Tensor y, stats, residual_out;
 };
 
 // The dtype that statistics and sums of `dtype` are kept in.
 at::ScalarType accumulation_type(at::ScalarType dtype);
 
-// Returns (y, stats). stats, wanted for backward, holds one row of [rows] values for RMSNorm (rstd) and three for
-// LayerNorm (rstd, mean, mean_tail), in one allocation; undefined when save_stats is false.
-std::pair<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                                               const NormOptions& options, bool save_stats);
+// stats, wanted for backward, holds one row of [rows] values for RMSNorm (rstd) and three for LayerNorm (rstd, mean,
+// mean_tail), in one allocation; undefined when save_stats is false. residual_out is z; undefined without `add`.
+NormResults norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                         const NormOptions& options, bool save_stats, const AddOptions* add = nullptr);
 
 struct NormGradients {
-  at::Tensor x, weight, bias;
+  at::Tensor x, weight, bias, residual;
+};
+
+// What backward must know of forward's `add`; backward's own x is then forward's residual_out.
+struct AddGradOptions {
+  at::Tensor grad_residual_out;  // undefined: 0
+  at::Tensor philox;             // as in forward
+  double dropout_p;
+  at::ScalarType x_dtype;
+  std::optional<at::ScalarType> residual_dtype;  // none: no gradient of the residual is wanted
 };
 
 void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
 
 // Only what is wanted is computed: x, weight (with its dtype), and bias where a dtype is given for it. x, weight and
-// stats are forward's; the rows of stats may have any shape.
+// stats are forward's; the rows of stats may have any shape. Where the gradients of x and residual are the same values
+// in the same dtype, they are one tensor.
 NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
-                            bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype);
+                            bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
+                            const AddGradOptions* add = nullptr);
+
+// Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
+at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);
 
 }  // namespace fused_layernorm

@@ -8,8 +8,13 @@ struct CUstream_st;  // cudaStream_t is a pointer to this; spelled so that C++ f
 
 #if defined(__CUDACC__)
 #define FLN_HOST_DEVICE __host__ __device__
+#define FLN_PHILOX_INLINE __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+#define FLN_HOST_DEVICE
+#define FLN_PHILOX_INLINE __attribute__((always_inline)) inline
 #else
 #define FLN_HOST_DEVICE
+#define FLN_PHILOX_INLINE inline
 #endif
 
 namespace fused_layernorm {
@@ -32,6 +37,36 @@ struct RowStrides {
     const uint32_t group = static_cast<uint32_t>(row) / static_cast<uint32_t>(rows_per_group);
     return group * group_stride + (row - group * rows_per_group) * row_stride;
   }
+};
+
+// keep(seed, offset, row, col) of philox.h decides which elements remain.
+struct Dropout {
+  const int64_t* philox;  // [2], (seed, offset), in the device's memory: CUDA graphs replay with others; nullptr: none
+  uint64_t threshold;     // dropout_threshold(p)
+  double scale;           // dropout_scale(p): what the elements that remain are multiplied by
+};
+
+// Forward's load stage: z = residual + keep * dropout_scale * x in the accumulation type, rounded once to
+// residual_out's type; the rounded z is what is normalized. A dropped element counts as 0, also where x is not finite.
+struct AddStage {
+  const void* residual;  // [rows, hidden_size], elements of one row adjacent, or nullptr: 0
+  void* residual_out;    // z, [rows, hidden_size], contiguous, 16-byte aligned
+  RowStrides residual_strides;
+  DType residual_dtype;      // x_dtype or fp32
+  DType residual_out_dtype;  // x_dtype or fp32; statistics, and what backward calls x, are of this type
+  Dropout dropout;
+};
+
+// Backward's store stage: grad_z = (wdy - x_hat * c1 - c2) * rstd + grad_residual_out, in the accumulation type, then
+// grad_residual = grad_z and grad_input = keep * dropout_scale * grad_z, each rounded once.
+struct AddGradStage {
+  const void* grad_residual_out;  // [rows, hidden_size], of x's (that is z's) dtype, or nullptr: 0
+  void* grad_residual;            // [rows, hidden_size], contiguous, 16-byte aligned, or nullptr: not wanted
+  RowStrides grad_residual_out_strides;
+  DType grad_output_dtype;    // x_dtype, or 16-bit beside fp32 x
+  DType grad_input_dtype;     // x_dtype, or 16-bit beside fp32 x
+  DType grad_residual_dtype;  // grad_input_dtype or fp32
+  Dropout dropout;
 };
 
 // y = x_hat * (weight + weight_offset) + bias,  x_hat = (x - mean) * rstd  (mean = 0 for RMSNorm)
@@ -58,20 +93,23 @@ struct NormForwardParams {
   DType weight_dtype;  // of weight and bias: x_dtype or fp32
   DType y_dtype;
   bool is_rms_norm;
+
+  const AddStage* add;  // in the host's memory; nullptr: x is normalized as it is
 };
 
 // wdy = (weight + weight_offset) * grad_output     c1 = mean(x_hat * wdy)     c2 = mean(wdy), 0 for RMSNorm
+// (c1 = c2 = 0 without stats_grad)
 // grad_input = (wdy - x_hat * c1 - c2) * rstd      grad_weight = sum over rows(grad_output * x_hat)
 // grad_bias = sum over rows(grad_output)
 struct NormBackwardParams {
   const void* grad_output;  // [rows, hidden_size], of x's dtype, elements of one row adjacent
-  const void* x;            // as in forward
+  const void* x;            // as in forward; z where forward had an AddStage
   const void* weight;       // as in forward
   const void* rstd;         // as saved by forward
   const void* mean;         // nullptr for RMSNorm
   const void* mean_tail;    // nullptr for RMSNorm
 
-  void* grad_input;   // [rows, hidden_size], contiguous, 16-byte aligned, of x's dtype, or nullptr
+  void* grad_input;   // [rows, hidden_size], of x's dtype, contiguous, 16-byte aligned, or nullptr
   void* grad_weight;  // [hidden_size] or nullptr
   void* grad_bias;    // [hidden_size] or nullptr
   void* workspace;    // norm_backward_workspace_*() bytes, 16-byte aligned; contents undefined before and after
@@ -86,17 +124,36 @@ struct NormBackwardParams {
   DType grad_weight_dtype;  // any of the four
   DType grad_bias_dtype;    // any of the four
   bool is_rms_norm;
+  bool stats_grad;  // false: mean and rstd are constants
+
+  const AddGradStage* add;  // in the host's memory; nullptr: forward had none
+};
+
+// keep(...) of every element as bytes of 0 and 1.
+struct DropoutMaskParams {
+  uint8_t* mask;  // [rows, hidden_size], contiguous
+  int64_t rows;   // >= 1
+  int64_t hidden_size;
+  Dropout dropout;
 };
 
 // What the bindings call. The CUDA launchers return a cudaError_t as int (0: launched). The workspace sizes are
 // asked of the same plan that the launcher follows.
+//
+// Add stages are part of the CUDA kernels for most types and sizes (has_add_stage_cuda; by those and the card alone),
+// and kernels of their own beside the plain norm of z for the others, which then needs a weight, in backward also a
+// grad_output, of z's type or fp32.
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
 int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
+bool has_add_stage_cuda(const NormForwardParams& params);
+bool has_add_stage_cuda(const NormBackwardParams& params);
+int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
 
 void launch_norm_forward_cpu(const NormForwardParams& params);
 void launch_norm_backward_cpu(const NormBackwardParams& params);
 int64_t norm_backward_workspace_cpu(const NormBackwardParams& params);
+void launch_dropout_mask_cpu(const DropoutMaskParams& params);
 
 }  // namespace fused_layernorm

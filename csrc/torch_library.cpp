@@ -12,29 +12,65 @@ namespace {
 
 using at::Tensor;
 
-NormOperatorResult op_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                                   int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
-                                   std::optional<at::ScalarType> out_dtype) {
-  check_normalized_ndim(normalized_ndim, x);
-  const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype};
-  auto [y, stats] = norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true);
-  // The rows with x's leading dimensions, so that who splits x along one of them (DTensor) can split stats likewise.
+// The rows with x's leading dimensions, so that who splits x along one of them (DTensor) can split stats likewise.
+Tensor stats_like_rows(const Tensor& stats, const Tensor& x, int64_t leading) {
   at::DimVector shape(x.sizes().begin(), x.sizes().begin() + leading);
   shape.insert(shape.begin(), stats.size(0));
-  return {std::move(y), stats.view(shape)};
+  return stats.view(shape);
+}
+
+NormOperatorResult op_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                   int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
+                                   std::optional<at::ScalarType> out_dtype, bool stats_grad) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
+  auto [y, stats, unused] =
+      norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true);
+  return {std::move(y), stats_like_rows(stats, x, leading)};
 }
 
 NormOperatorGradients op_norm_backward(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
                                        const Tensor& stats, int64_t normalized_ndim, double weight_offset,
                                        bool is_rms_norm, bool wants_x, bool wants_weight,
-                                       std::optional<at::ScalarType> bias_dtype) {
+                                       std::optional<at::ScalarType> bias_dtype, bool stats_grad) {
   NormGradients found = norm_backward(grad_output, x, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
-                                      weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype);
+                                      weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad);
   const auto or_empty = [&](Tensor& gradient) {
     return gradient.defined() ? std::move(gradient) : at::empty({0}, x.options());
   };
   return {or_empty(found.x), or_empty(found.weight), or_empty(found.bias)};
+}
+
+AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
+                                  double eps, double weight_offset, bool is_rms_norm,
+                                  std::optional<at::ScalarType> out_dtype, bool stats_grad, double dropout_p,
+                                  std::optional<at::ScalarType> residual_dtype) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
+  const AddOptions add{residual.value_or(Tensor()), residual_dtype, philox.value_or(Tensor()), dropout_p};
+  auto [y, stats, residual_out] =
+      norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
+  return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
+}
+
+AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_residual_out,
+                                      const Tensor& z, const OptionalTensor& weight, const Tensor& stats,
+                                      const OptionalTensor& philox, int64_t normalized_ndim, double weight_offset,
+                                      bool is_rms_norm, bool wants_x, bool wants_weight,
+                                      std::optional<at::ScalarType> bias_dtype, bool stats_grad, double dropout_p,
+                                      at::ScalarType x_dtype, std::optional<at::ScalarType> residual_dtype) {
+  const AddGradOptions add{grad_residual_out.value_or(Tensor()), philox.value_or(Tensor()), dropout_p, x_dtype,
+                           residual_dtype};
+  NormGradients found = norm_backward(grad_output, z, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
+                                      weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad, &add);
+  if (found.residual.is_same(found.x)) found.residual.reset();  // results of an operator are not one tensor twice
+  const auto or_empty = [&](Tensor& gradient) {
+    return gradient.defined() ? std::move(gradient) : at::empty({0}, z.options());
+  };
+  return {or_empty(found.x), or_empty(found.residual), or_empty(found.weight), or_empty(found.bias)};
 }
 
 }  // namespace
@@ -47,24 +83,44 @@ TORCH_LIBRARY(fused_layernorm, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   library.def(
       "norm_forward(Tensor x, Tensor? weight, Tensor? bias, int normalized_ndim, float eps, float weight_offset=0.0, "
-      "bool is_rms_norm=False, ScalarType? out_dtype=None) -> (Tensor y, Tensor stats)",
+      "bool is_rms_norm=False, ScalarType? out_dtype=None, bool stats_grad=True) -> (Tensor y, Tensor stats)",
       tags);
   library.def(
       "norm_backward(Tensor grad_output, Tensor x, Tensor? weight, Tensor stats, int normalized_ndim, "
-      "float weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, ScalarType? bias_dtype) "
-      "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+      "float weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, ScalarType? bias_dtype, "
+      "bool stats_grad=True) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
       tags);
+  // The norm of z = residual + dropout(x), which is residual_out. philox holds the random bits, so that no operator
+  // here draws any. grad_residual is empty where it is grad_x.
+  library.def(
+      "add_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, "
+      "float eps, float weight_offset=0.0, bool is_rms_norm=False, ScalarType? out_dtype=None, bool stats_grad=True, "
+      "float dropout_p=0.0, ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out, Tensor stats)",
+      tags);
+  library.def(
+      "add_norm_backward(Tensor grad_output, Tensor? grad_residual_out, Tensor z, Tensor? weight, Tensor stats, "
+      "Tensor? philox, int normalized_ndim, float weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, "
+      "ScalarType? bias_dtype, bool stats_grad, float dropout_p, ScalarType x_dtype, ScalarType? residual_dtype) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+      tags);
+  library.def("dropout_mask(Tensor philox, int rows, int hidden_size, float dropout_p) -> Tensor", tags);
 }
 
 TORCH_LIBRARY_IMPL(fused_layernorm, CPU, library) {
   library.impl("norm_forward", &fused_layernorm::op_norm_forward);
   library.impl("norm_backward", &fused_layernorm::op_norm_backward);
+  library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
+  library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
+  library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
 
 #ifdef FUSED_LAYERNORM_WITH_CUDA
 TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("norm_forward", &fused_layernorm::op_norm_forward);
   library.impl("norm_backward", &fused_layernorm::op_norm_backward);
+  library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
+  library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
+  library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
 #endif
 
@@ -72,4 +128,6 @@ TORCH_LIBRARY_IMPL(fused_layernorm, Autograd, library) {
   library.impl("norm_forward", &fused_layernorm::norm_by_operator);
   // Double backward is PyTorch operations (autograd.cpp): who differentiates this one gets an error, never a zero.
   library.impl("norm_backward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("add_norm_forward", &fused_layernorm::add_norm_by_operator);
+  library.impl("add_norm_backward", torch::autograd::autogradNotImplementedFallback());
 }

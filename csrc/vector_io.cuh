@@ -87,15 +87,19 @@ __device__ __forceinline__ RawVec<T, kVec> zero_vec() {
   return raw;
 }
 
-// A vector of ones.
+// A vector of the same value.
 template <typename T, int kVec>
-__device__ __forceinline__ RawVec<T, kVec> one_vec() {
+__device__ __forceinline__ RawVec<T, kVec> filled_vec(acc_type<T> value) {
   RawVec<T, kVec> raw;
   T elements[kVec];
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(acc_type<T>(1));
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(value);
   memcpy(&raw, elements, sizeof(raw));
   return raw;
+}
+template <typename T, int kVec>
+__device__ __forceinline__ RawVec<T, kVec> one_vec() {
+  return filled_vec<T, kVec>(1);
 }
 
 // From memory aligned to its words that nobody writes while the kernel runs.
@@ -179,12 +183,15 @@ __device__ __forceinline__ RawVec<T, kVec> pack(const acc_t (&values)[kVec]) {
 }
 // To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in backward and lost 0.02 of the copy
 // in forward (H200, 256 MiB).
-template <typename T, int kVec, typename acc_t>
-__device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]) {
-  const RawVec<T, kVec> raw = pack<T>(values);
+template <typename T, int kVec>
+__device__ __forceinline__ void store_raw(T* target, const RawVec<T, kVec>& raw) {
 #pragma unroll
   for (int word = 0; word < raw.kWords; ++word)
     reinterpret_cast<typename RawVec<T, kVec>::Word*>(target)[word] = raw.words[word];
+}
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]) {
+  store_raw(target, pack<T>(values));
 }
 
 // Its first `count` elements, as load_some() reads them.
@@ -199,20 +206,63 @@ __device__ __forceinline__ void store_some(T* target, const acc_t (&values)[kVec
   }
 }
 
-// The same to 16-byte aligned memory if `wanted`, as one predicated store: the branch that the compiler made of an if
+// All of them, to aligned memory, if `wanted`, as one predicated store: the branch that the compiler made of an if
 // held up the warp for each vector (H200, backward in clusters, bf16: N = 8192 0.84 instead of 0.91 of the pass).
 template <typename T, int kVec, typename acc_t>
 __device__ __forceinline__ void store_vec_if(bool wanted, T* target, const acc_t (&values)[kVec]) {
-  static_assert(kVec * sizeof(T) == 16, "one word a vector");
   T elements[kVec];
 #pragma unroll
   for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
-  uint4 word;
-  memcpy(&word, elements, 16);
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n@wanted st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(
-          static_cast<int>(wanted)),
-      "l"(target), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w));
+  typename RawVec<T, kVec>::Word word;
+  static_assert(sizeof(word) == sizeof(elements) && sizeof(word) >= 8, "one word a vector");
+  memcpy(&word, elements, sizeof(word));
+  if constexpr (sizeof(word) == 16) {
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n"
+        "@wanted st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(static_cast<int>(wanted)),
+        "l"(target), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w));
+  } else {
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n@wanted st.global.v2.u32 [%1], {%2, %3};\n}\n" ::"r"(
+            static_cast<int>(wanted)),
+        "l"(target), "r"(word.x), "r"(word.y));
+  }
+}
+
+// Whether a vector of elements of `bytes` bytes that is `offset` elements into a tensor begins where a vector may.
+template <int kVec>
+__device__ __forceinline__ bool is_aligned(const void* tensor, int bytes, int64_t offset) {
+  const unsigned at =
+      static_cast<unsigned>(reinterpret_cast<uintptr_t>(tensor)) + static_cast<unsigned>(offset) * bytes;
+  return at % min(kVec * bytes, 16) == 0;
+}
+
+// A vector's first `count` elements, and zeros, from a tensor whose dtype is known at run time only. Not by the
+// read-only cache: the kernel may write the same elements later.
+template <int kVec, typename acc_t>
+__device__ __forceinline__ void load_vec_as(acc_t (&values)[kVec], const void* source, DType dtype, int64_t offset,
+                                            int count) {
+  const auto load = [&](const auto* typed) {
+    using T = std::decay_t<decltype(*typed)>;
+    RawVec<T, kVec> raw = zero_vec<T, kVec>();
+    if (count >= kVec && is_aligned<kVec>(source, sizeof(T), offset)) {
+#pragma unroll
+      for (int word = 0; word < raw.kWords; ++word)
+        raw.words[word] = reinterpret_cast<const typename RawVec<T, kVec>::Word*>(typed + offset)[word];
+      return unpack(raw, values);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = i < count ? static_cast<acc_t>(widen(typed[offset + i])) : acc_t(0);
+  };
+  if constexpr (std::is_same<acc_t, double>::value) {  // fp64 goes with nothing else
+    load(static_cast<const double*>(source));
+  } else if (dtype == DType::kFloat16) {
+    load(static_cast<const __half*>(source));
+  } else if (dtype == DType::kBFloat16) {
+    load(static_cast<const __nv_bfloat16*>(source));
+  } else {
+    load(static_cast<const float*>(source));
+  }
 }
 
 // A vector's first `count` elements to a tensor whose dtype is known at run time only; `offset` in elements. Aligned:
@@ -326,6 +376,16 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global) 
 // The first `bytes` of them, and zeros.
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// A vector of 8 or 16 bytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_vec_async(unsigned shared, const void* global) {
+  static_assert(kBytes == 8 || kBytes == 16, "what cp.async moves");
+  if constexpr (kBytes == 16) {
+    copy_async(shared, global);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+  }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups>

@@ -5,17 +5,31 @@ __version__ = "0.1.0"
 from . import _ops, _source_hash
 from ._jit import build
 from ._profile import ProfileReport, profile
-from .functional import fused_layer_norm, fused_rms_norm
-from .modules import FusedLayerNorm, FusedRMSNorm
+from .functional import (
+    fused_adaptive_layer_norm,
+    fused_adaptive_rms_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    fused_layer_norm,
+    fused_rms_norm,
+)
+from .modules import FusedAdaptiveLayerNorm, FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from .replace import ReplaceReport, replace_norms, restore_norms
 
 __all__ = [
+    "FusedAdaptiveLayerNorm",
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
     "ProfileReport",
     "ReplaceReport",
     "backend",
     "build",
+    "fused_adaptive_layer_norm",
+    "fused_adaptive_rms_norm",
+    "fused_add_layer_norm",
+    "fused_add_rms_norm",
     "fused_layer_norm",
     "fused_rms_norm",
     "include_dir",

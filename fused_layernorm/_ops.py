@@ -205,37 +205,87 @@ else:
 
 # ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
 
-norm_operator = norm_backward_operator = None
+norm_operator = norm_backward_operator = add_norm_operator = None
 if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
     norm_operator = torch.ops.fused_layernorm.norm_forward.default
     norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
 
     @torch.library.register_fake(norm_operator)
-    def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None):
+    def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None, stats_grad=True):
         leading = x.dim() - normalized_ndim
         reference.check_norm_arguments(x, weight, bias, x.shape[leading:], weight_offset, out_dtype)
-        stats_dtype = reference.accumulation_dtype(x.dtype)
-        stats = x.new_empty((1 if is_rms_norm else 3, *x.shape[:leading]), dtype=stats_dtype)
-        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), stats
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
 
     @torch.library.register_fake(norm_backward_operator)
     def _(
-        grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype
-    ):
+        grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype,
+        stats_grad=True,
+    ):  # fmt: skip
+        grad_x = x.new_empty(x.shape if wants_x else 0)
+        return grad_x, *_fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype)
+
+    def _fake_stats(z, normalized_ndim, is_rms_norm):
+        shape = (1 if is_rms_norm else 3, *z.shape[: z.dim() - normalized_ndim])
+        return z.new_empty(shape, dtype=reference.accumulation_dtype(z.dtype))
+
+    def _fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype):
         shape = x.shape[x.dim() - normalized_ndim :]
         return (
-            x.new_empty(x.shape if wants_x else 0),
             weight.new_empty(shape) if wants_weight and weight is not None else x.new_empty(0),
             x.new_empty(shape, dtype=bias_dtype) if bias_dtype else x.new_empty(0),
         )
 
 
-def operator_takes_type(cls: type) -> bool:
-    """Whether the operators know what to do with tensors of this class. The first DTensor brings the sharding rules."""
+if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
+    add_norm_operator = torch.ops.fused_layernorm.add_norm_forward.default
+
+    @torch.library.register_fake(add_norm_operator)
+    def _(
+        x, residual, weight, bias, philox, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None,
+        stats_grad=True, dropout_p=0.0, residual_dtype=None,
+    ):  # fmt: skip
+        shape = x.shape[x.dim() - normalized_ndim :]
+        reference.check_norm_arguments(x, weight, bias, shape, weight_offset, out_dtype)
+        z = x.new_empty(x.shape, dtype=reference.check_add_arguments(x, residual, residual_dtype, dropout_p))
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
+
+    @torch.library.register_fake(torch.ops.fused_layernorm.add_norm_backward.default)
+    def _(
+        grad_output, grad_residual_out, z, weight, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x,
+        wants_weight, bias_dtype, stats_grad, dropout_p, x_dtype, residual_dtype,
+    ):  # fmt: skip
+        drops = philox is not None and dropout_p > 0
+        wants_residual = residual_dtype is not None and (drops or not wants_x or residual_dtype != x_dtype)
+        return (
+            z.new_empty(z.shape, dtype=x_dtype) if wants_x else z.new_empty(0),
+            z.new_empty(z.shape, dtype=residual_dtype) if wants_residual else z.new_empty(0),
+            *_fake_parameter_gradients(z, weight, normalized_ndim, wants_weight, bias_dtype),
+        )
+
+    @torch.library.register_fake(torch.ops.fused_layernorm.dropout_mask.default)
+    def _(philox, rows, hidden_size, dropout_p):
+        return philox.new_empty((rows, hidden_size), dtype=torch.bool)
+
+
+def has_stages(device_type: str) -> bool:
+    """Whether the kernels for this type of device have what surrounds a norm: residual and dropout before it, frozen
+    statistics, dropout's masks. Where not, it is made of PyTorch operations."""
+    return add_norm_operator is not None and device_type in _KERNEL_DEVICES
+
+
+def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
+    """Which elements a call with this philox and dropout_p keeps: [rows, hidden_size] bool."""
+    if has_stages(philox.device.type) and not torch._C._are_functorch_transforms_active():
+        return torch.ops.fused_layernorm.dropout_mask(philox, rows, hidden_size, dropout_p)
+    return reference.dropout_mask(philox, rows, hidden_size, dropout_p)
+
+
+def operator_takes_type(cls: type, has_sharding_rules: bool) -> bool:
+    """Whether an operator knows what to do with tensors of this class. The first DTensor brings the sharding rules."""
     distributed = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes as long as torch itself
     if distributed and issubclass(cls, distributed.DTensor):
         _register_sharding_rules()
-        return True
+        return has_sharding_rules
     return cls in (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
@@ -272,13 +322,39 @@ def _register_sharding_rules() -> None:
     @register_sharding(norm_backward_operator)
     def _(grad_output, x, weight, stats, normalized_ndim, *options):
         no_tensors = [None] * (1 + len(options))
-        wants = options[2:]
+        wants = options[2:5]
 
         def gradients(*placements):  # what is not wanted is an empty tensor, the same everywhere
             return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
 
         return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
             gradients(rows, sum_of_rows, sum_of_rows), [rows, rows, whole(weight), stats, *no_tensors]))  # fmt: skip
+
+    # The operators with a residual: without dropout, whose mask follows from the row's number in the whole tensor.
+    @register_sharding(add_norm_operator)
+    def _(x, residual, weight, bias, philox, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        found = rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            [rows, rows, stats],
+            [rows, None if residual is None else rows, whole(weight), whole(bias), whole(philox), *no_tensors],
+        ))  # fmt: skip
+        return found if philox is None else found[:1]
+
+    @register_sharding(torch.ops.fused_layernorm.add_norm_backward.default)
+    def _(grad_output, grad_residual_out, z, weight, stats, philox, normalized_ndim, *options):
+        no_tensors = [None] * (1 + len(options))
+        wants_x, wants_weight, bias_dtype, x_dtype, residual_dtype = (*options[2:5], *options[7:9])
+        wants_residual = residual_dtype is not None and not (wants_x and residual_dtype == x_dtype)  # else it is grad_x
+        wants = (wants_x, wants_residual, wants_weight, bias_dtype)
+
+        def gradients(*placements):
+            return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
+
+        found = rules(z, normalized_ndim, lambda rows, stats, sum_of_rows: (
+            gradients(rows, rows, sum_of_rows, sum_of_rows),
+            [rows, None if grad_residual_out is None else rows, rows, whole(weight), stats, whole(philox), *no_tensors],
+        ))  # fmt: skip
+        return found if philox is None else found[:1]
 
 
 # ---- the warning about the reference ---------------------------------------------------------------------------------

@@ -5,31 +5,60 @@ autograd node (csrc/autograd.cpp). What that call hands back, for an argument of
 Where something must see a call that it can name (torch.compile, torch.export, dispatch modes, fake tensors, DTensor):
 the operator torch.ops.fused_layernorm.norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other
 subclasses, torch.jit.trace, no kernels for the device): PyTorch operations.
+
+What surrounds a norm: residual and dropout before it are stages of the kernels where there are any (_ops.has_stages);
+all else is PyTorch operations around one of the paths above, by the same formulas (reference.py).
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _ops, reference
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
+def _by_keyword(function):
+    """What comes after eps is given by keyword, says the signature that users and tools see. In the definition it is
+    not, as Python takes 10 to 20 ns for each default of a keyword-only parameter, and next to nothing for others."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    parameters[4:] = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters[4:]]
+    function.__signature__ = signature.replace(parameters=parameters)
+    return function
+
+
+@_by_keyword
 def fused_layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
     normalized_shape: int | Sequence[int] | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    stats_grad: bool = True,
+    activation: str | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    memory_efficient: bool = False,
+    accumulate_grad: bool = False,
 ) -> Tensor:
     r"""Layer normalization (Ba, Kiros and Hinton, 2016) in one pass over memory, forward and backward.
 
@@ -48,6 +77,23 @@ def fused_layer_norm(
         weight_offset: the constant :math:`o`, added to weight in the accumulation type (1.0 for weights stored as
             ``w - 1``, as in Gemma).
         out_dtype: dtype of the result; x's dtype when None.
+        stats_grad: default True; False makes mean and variance constants in backward, as in layer-wise relevance
+            propagation: ``grad_x = (w + o) * grad_y / sqrt(var + eps)``.
+        activation: default None; "relu", "gelu", "gelu_tanh" (gelu by its tanh formula) or "silu", applied to y in the
+            accumulation type.
+        dropout_p: default 0; with `training` (default True), the probability that an element of y (after the
+            activation) becomes 0; the others are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
+        memory_efficient: default False; save y for backward instead of x, where y says as much about x: y is of x's
+            dtype, and every column has ``|w + o| >= 1024 * torch.finfo(y.dtype).tiny`` and ``|b| <= |w + o|``. Backward
+            then has x_hat to about the precision of y's dtype. Where a column fails, the call saves x, as it does
+            without this option, so that a weight of 0 keeps its gradient. The look at the weight is repeated when it
+            has changed; on CUDA it waits for the device then (while a graph is captured it is left out, and x is
+            saved). Saves memory where the next operation saves y too, and nothing else holds x. Without effect under
+            `torch.compile`, which chooses itself what it saves.
+        accumulate_grad: default False; backward adds the gradients of weight and bias to the float32 buffers
+            ``weight.main_grad`` and ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the
+            parameter (Megatron's contract). What `.grad` receives is zeros, so that hooks still run. First derivatives
+            in eager mode only.
 
     Returns:
         y of x's shape, contiguous, of x's dtype or `out_dtype`, also under autocast.
@@ -56,29 +102,39 @@ def fused_layer_norm(
     Results and gradients are the same bits on every run, and a row's result does not depend on the rows beside it.
     Gradients have the dtype of what they are the gradient of. Differentiable any number of times. Under
     ``torch.compile`` the call is one operator in the graph; in ``torch.func`` transforms and forward-mode AD the same
-    formula runs as PyTorch operations.
+    formula runs as PyTorch operations. Activation and dropout are, so far, PyTorch operations behind the norm.
 
     Raises:
         TypeError: an argument that is not a tensor, or is of a dtype or layout listed nowhere above.
         RuntimeError: shapes or devices that do not match.
-        ValueError: no `normalized_shape` to be had, or `weight_offset` without weight.
+        ValueError: no `normalized_shape` to be had, `weight_offset` without weight, an `activation` not listed above,
+            `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout, or
+            `accumulate_grad` with a parameter that has no float32 ``main_grad``.
     """
-    if not is_dynamo_compiling():
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype)
+    if not (activation or dropout_p or memory_efficient or accumulate_grad or is_dynamo_compiling()):
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
-    return _norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype)
+    return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad,
+                          activation, dropout_p, training, memory_efficient, accumulate_grad, "torch")  # fmt: skip
 
 
+@_by_keyword
 def fused_rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float | None = None,
-    *,
     normalized_shape: int | Sequence[int] | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    stats_grad: bool = True,
+    activation: str | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    memory_efficient: bool = False,
+    accumulate_grad: bool = False,
+    rounding: str = "torch",
 ) -> Tensor:
     r"""Root mean square normalization (Zhang and Sennrich, 2019) in one pass over memory, forward and backward.
 
@@ -87,32 +143,424 @@ def fused_rms_norm(
     Args:
         eps: added to the mean square. None means, as in `torch.nn.functional.rms_norm`, the machine epsilon of the
             type the statistics are kept in: float32's (1.19e-7), or float64's for float64 x.
+        rounding: where results are rounded on the way, for y that is bit-equal, in eager mode, to the norm classes of
+            transformers: "llama" rounds x_hat to x's dtype before it is multiplied by weight, "gemma" (with
+            ``weight_offset=1``) once at the end; both take the statistics with the operations of those classes, as
+            their last bits count. "torch", the default, rounds once, and is one pass. Forward of the others is PyTorch
+            operations; backward is the kernel, with the gradients of "torch". Where weight's dtype is wider than x's,
+            transformers returns it: give that as `out_dtype`.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
-    if not is_dynamo_compiling():
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype)
+    if not (
+        activation or dropout_p or memory_efficient or accumulate_grad or rounding != "torch" or is_dynamo_compiling()
+    ):
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad)
         if y is not NotImplemented:
             return y
+    return _norm_and_more(x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype,
+                          stats_grad, activation, dropout_p, training, memory_efficient, accumulate_grad,
+                          rounding)  # fmt: skip
+
+
+def fused_add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    stats_grad: bool = True,
+    activation: str | None = None,
+    return_dropout_mask: bool = False,
+) -> tuple[Tensor, ...]:
+    r"""Dropout, residual addition and layer normalization in one pass over memory, forward and backward.
+
+    .. math:: z = \mathrm{residual} + \mathrm{dropout}(x), \qquad y = \mathrm{LayerNorm}(z)
+
+    A pre-norm block chains its calls: ``residual_out`` of one is the residual of the next. A post-norm block uses y
+    alone; what it does not use costs nothing in backward.
+
+    Args:
+        residual: of x's shape, of x's dtype or float32; None stands for 0 and starts a stream.
+        dropout_p: with `training`, the probability that an element of x becomes 0; the others are divided by
+            ``1 - dropout_p``. No mask is stored: which elements remain is a function of 128 bits, drawn from torch's
+            generator of x's device, and of row and column, which backward asks again. So `torch.manual_seed` repeats
+            a call, activation checkpointing recomputes it, and a CUDA graph draws anew at each replay.
+        residual_dtype: the dtype of residual_out, x's or float32; that of residual (of x without one) when None. A
+            float32 stream beside 16-bit x is never rounded to 16 bits.
+        return_dropout_mask: also return which elements of x were kept.
+
+    Returns:
+        ``(y, residual_out)``: y as of `fused_layer_norm`; residual_out is z, rounded once to its dtype, before the
+        statistics are taken: the norm is that of the tensor that is returned. Both contiguous new memory. With
+        `return_dropout_mask` ``(y, residual_out, mask)``, mask bool of x's shape.
+
+    The other arguments, the guarantees and the errors are those of `fused_layer_norm`; gradients flow to residual too.
+    """
+    return _add_norm(x, residual, weight, bias, eps, False, dropout_p, training, residual_dtype, normalized_shape,
+                     weight_offset, out_dtype, stats_grad, activation, "torch", return_dropout_mask)  # fmt: skip
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    stats_grad: bool = True,
+    activation: str | None = None,
+    rounding: str = "torch",
+    return_dropout_mask: bool = False,
+) -> tuple[Tensor, ...]:
+    r"""Dropout, residual addition and root mean square normalization in one pass over memory, forward and backward.
+
+    .. math:: z = \mathrm{residual} + \mathrm{dropout}(x), \qquad y = \mathrm{RMSNorm}(z)
+
+    Arguments and result are those of `fused_add_layer_norm`, eps and rounding those of `fused_rms_norm`.
+    """
+    return _add_norm(x, residual, weight, bias, _rms_eps(eps, x), True, dropout_p, training, residual_dtype,
+                     normalized_shape, weight_offset, out_dtype, stats_grad, activation, rounding,
+                     return_dropout_mask)  # fmt: skip
+
+
+def fused_adaptive_layer_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Layer normalization modulated by scale and shift (AdaLN, as in DiT and SD3).
+
+    .. math:: y = \mathrm{LayerNorm}(z) \cdot (1 + \mathrm{scale}) + \mathrm{shift}, \qquad
+        z = x \text{, or } \mathrm{residual} + \mathrm{gate} \cdot x
+
+    Args:
+        scale, shift: per token, of x's shape; per sample, ``[batch, *normalized_shape]`` with x's first dimension; for
+            all, ``normalized_shape``; or of as many dimensions as x, those before normalized_shape 1 where values are
+            shared. Of x's dtype or float32.
+        weight, bias: of the norm itself; DiT has none.
+        normalized_shape: x's last dimension when neither this nor weight nor bias is given.
+        gate: multiplies x before it is added to residual; of a shape as scale's. Needs a residual.
+        residual, residual_dtype: as in `fused_add_layer_norm`.
+
+    Returns:
+        y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
+
+    Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
+    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is, so
+    far, PyTorch operations behind the norm. Errors are those of `fused_add_layer_norm`; RuntimeError for a scale, shift
+    or gate that does not broadcast, ValueError for a gate without residual.
+    """
+    return _adaptive_norm(x, scale, shift, weight, bias, eps, False, gate, residual, residual_dtype, normalized_shape,
+                          out_dtype)  # fmt: skip
+
+
+def fused_adaptive_rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fused_adaptive_layer_norm` with `fused_rms_norm` for its norm; shift None stands for 0."""
+    return _adaptive_norm(x, scale, shift, weight, bias, _rms_eps(eps, x), True, gate, residual, residual_dtype,
+                          normalized_shape, out_dtype)  # fmt: skip
+
+
+def _rms_eps(eps, x):
     if eps is None and isinstance(x, Tensor):
-        eps = torch.finfo(reference.accumulation_dtype(x.dtype)).eps
-    return _norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype)
+        return torch.finfo(reference.accumulation_dtype(x.dtype)).eps
+    return eps
 
 
-def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype):
+def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding="torch"):
     """The calls that are not plain eager mode."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
-    if _takes_kernel(x, weight, bias):
+    has_stage = stats_grad or (isinstance(x, Tensor) and _ops.has_stages(x.device.type))
+    if has_stage and _takes_kernel(x, weight, bias):
         try:
-            return NormFunction.apply(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
+            return NormFunction.apply(
+                x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding
+            )
         except TypeError:  # pybind11 lists every argument; say which one is wrong
             reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
             raise
     shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
-    if _takes_operator(x, weight, bias):
-        return _ops.norm_operator(x, weight, bias, len(shape), eps, weight_offset, is_rms_norm, out_dtype)[0]
-    return reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, out_dtype)
+    options = (eps, weight_offset, is_rms_norm, out_dtype)
+    if has_stage and rounding == "torch" and _takes_operator(x, weight, bias):
+        frozen = () if stats_grad else (False,)  # defaults are left out: graphs stay loadable by older versions
+        return _ops.norm_operator(x, weight, bias, len(shape), *options, *frozen)[0]
+    return reference.norm(x, weight, bias, shape, *options, stats_grad, rounding)
+
+
+# ---- around the norm -------------------------------------------------------------------------------------------------
+
+
+def _norm_and_more(
+    x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, activation, dropout_p,
+    training, memory_efficient, accumulate_grad, rounding,
+):  # fmt: skip
+    """A norm, with what is applied to its result, and how its gradients are made."""
+    if rounding not in reference.ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
+    options = (eps, weight_offset, is_rms_norm)
+    if not (activation or dropout_p or memory_efficient or accumulate_grad):
+        return _norm(x, weight, bias, normalized_shape, *options, out_dtype, stats_grad, rounding)
+    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
+    reference.check_dropout_p(dropout_p)
+    if accumulate_grad:
+        weight, bias = (_into_main_grad(name, t) for name, t in (("weight", weight), ("bias", bias)))
+    if memory_efficient:
+        if activation or dropout_p or rounding != "torch" or not stats_grad or (out_dtype or x.dtype) != x.dtype:
+            raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
+                             'rounding="torch" and stats_grad=True')  # fmt: skip
+        return _memory_efficient_norm(x, weight, bias, shape, *options)
+    if not (activation or dropout_p):
+        return _norm(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding)
+    wide = reference.accumulation_dtype(x.dtype)
+    y = _norm(x, weight, bias, shape, *options, wide, stats_grad, rounding)
+    y = _activate(y, activation)
+    dtype = out_dtype or x.dtype
+    if training and dropout_p:
+        return _dropout(y, _draw_philox(x), len(shape), dropout_p, dtype)
+    return y.to(dtype)
+
+
+def _add_norm(
+    x, residual, weight, bias, eps, is_rms_norm, dropout_p, training, residual_dtype, normalized_shape, weight_offset,
+    out_dtype, stats_grad, activation, rounding, return_dropout_mask,
+):  # fmt: skip
+    if rounding not in reference.ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
+    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
+    z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
+    philox = _draw_philox(x) if training and dropout_p else None
+    y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
+    has_stage = rounding == "torch" and _ops.has_stages(x.device.type)
+    if has_stage and _takes_operator(x, weight, bias, residual, distributed=philox is None):
+        y, z, _ = _ops.add_norm_operator(x, residual, weight, bias, philox, len(shape), eps, weight_offset,
+                                         is_rms_norm, y_dtype, stats_grad, dropout_p if training else 0.0,
+                                         z_dtype)  # fmt: skip
+    else:
+        wide = reference.accumulation_dtype(x.dtype)
+        dropped = x if philox is None else _dropout(x, philox, len(shape), dropout_p, wide)
+        z = reference.add(dropped, residual, z_dtype)
+        if z.dtype != x.dtype:  # of z's dtype or float32
+            weight, bias = (None if t is None else t.to(z.dtype) for t in (weight, bias))
+        y = _norm(z, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype, stats_grad, rounding)
+    if activation:
+        y = _activate(y, activation).to(out_dtype or x.dtype)
+    if not return_dropout_mask:
+        return y, z
+    if philox is None:
+        return y, z, torch.ones_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
+    return y, z, _dropout_mask(x, philox, len(shape), dropout_p)
+
+
+def _adaptive_norm(
+    x, scale, shift, weight, bias, eps, is_rms_norm, gate, residual, residual_dtype, normalized_shape, out_dtype
+):
+    if isinstance(x, Tensor) and x.dim() and normalized_shape is None and weight is None and bias is None:
+        normalized_shape = x.shape[-1:]
+    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), 0.0, out_dtype)
+    if gate is not None and residual is None:
+        raise ValueError("gate needs a residual that the product is added to, got residual=None")
+    wide = reference.accumulation_dtype(x.dtype)
+    scale, shift, gate = (
+        None if t is None else reference.as_modulation(name, t, x, len(shape)).to(wide)
+        for name, t in (("scale", scale), ("shift", shift), ("gate", gate))
+    )
+    z = x
+    if residual is not None:
+        z_dtype = reference.check_add_arguments(x, residual, residual_dtype, 0.0)
+        z = reference.add(x if gate is None else x.to(wide) * gate, residual, z_dtype)
+        if z.dtype != x.dtype:
+            weight, bias = (None if t is None else t.to(z.dtype) for t in (weight, bias))
+    y = _norm(z, weight, bias, shape, eps, 0.0, is_rms_norm, wide, True) * (1 + scale)
+    y = (y if shift is None else y + shift).to(out_dtype or x.dtype)
+    return y if residual is None else (y, z)
+
+
+def _as_shape(normalized_shape):
+    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+
+
+def _activate(y, activation):
+    if not activation:
+        return y
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, or None, got {activation!r}")
+    return _ACTIVATIONS[activation](y)
+
+
+def _draw_philox(x):
+    """The bits that decide what a call drops: (seed, offset). torch's own operation draws them, so that seeds,
+    checkpointing, CUDA graphs and torch.compile see the draw, and what they decide is a function of them."""
+    return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=x.device)
+
+
+def _dropout_mask(x, philox, normalized_ndim, dropout_p):
+    leading = x.dim() - normalized_ndim
+    rows, hidden_size = math.prod(x.shape[:leading]), math.prod(x.shape[leading:])
+    return _ops.dropout_mask(philox, rows, hidden_size, dropout_p).view(x.shape)
+
+
+def _dropout(x, philox, normalized_ndim, dropout_p, dtype):
+    """Dropout as an operation of its own, result of `dtype`: where no kernel has it as a stage."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return reference.dropout(x, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, dtype)
+    return DropoutFunction.apply(x, philox, normalized_ndim, dropout_p, dtype)
+
+
+def _into_main_grad(name, parameter):
+    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
+    if parameter is None or not parameter.requires_grad:
+        return parameter
+    buffer = getattr(parameter, "main_grad", None)
+    if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32 or buffer.shape != parameter.shape:
+        raise ValueError(f"accumulate_grad needs {name}.main_grad, a float32 tensor of {name}'s shape")
+    return MainGradFunction.apply(parameter)
+
+
+def _only_first_derivatives(option):
+    # Not once_differentiable, which says nothing where grad_output does not require grad: terms would then be missing.
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{option}=True has first derivatives only: call the norm without it under create_graph")
+
+
+class MainGradFunction(torch.autograd.Function):
+    """parameter.to(float32), with a backward that adds to parameter.main_grad."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.parameter = parameter  # the object itself, whose attributes are meant
+        return parameter.float() if parameter.dtype != torch.float32 else parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        _only_first_derivatives("accumulate_grad")
+        parameter = ctx.parameter
+        parameter.main_grad.add_(grad_output)
+        parameter.grad_added_to_main_grad = True
+        return torch.zeros_like(parameter)
+
+
+def _memory_efficient_norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm):
+    if not (torch.is_grad_enabled() and _takes_kernel(x, weight, bias) and y_tells_x(x, weight, bias, weight_offset)):
+        return _norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, None, True)
+    return MemoryEfficientFunction.apply(x, weight, bias, shape, eps, weight_offset, is_rms_norm)
+
+
+_verdicts = WeakIdKeyDictionary()  # weight, or else bias -> (versions and the like, verdict)
+
+
+def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float) -> bool:
+    """Whether x_hat can be had from y about as exactly as from a rounded x: the rule of memory_efficient."""
+    key = weight if weight is not None else bias
+    if key is None:
+        return True
+    state = (key._version, x.dtype, weight_offset, id(bias), None if bias is None else bias._version, key.data_ptr())
+    if key in _verdicts and _verdicts[key][0] == state:
+        return _verdicts[key][1]
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # the answer is not to be had without waiting
+    with torch.no_grad():
+        scale = torch.ones_like(bias) if weight is None else weight.to(torch.float64).add(weight_offset).abs()
+        good = scale >= 1024 * torch.finfo(x.dtype).tiny
+        if bias is not None:
+            good &= bias.abs() <= scale
+        verdict = bool(good.all())
+    _verdicts[key] = (state, verdict)
+    return verdict
+
+
+class MemoryEfficientFunction(torch.autograd.Function):
+    """A norm that saves y for backward, from which x_hat is had."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, shape, eps, weight_offset, is_rms_norm):
+        y, stats = _ops.norm_forward(x, weight, bias, shape, eps, weight_offset, is_rms_norm, None, True, True)
+        ctx.save_for_backward(y, weight, bias, stats)
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.weight_offset, ctx.is_rms_norm = shape, weight_offset, is_rms_norm
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        _only_first_derivatives("memory_efficient")
+        if grad_output is None:
+            return (None,) * 7
+        y, weight, bias, stats = ctx.saved_tensors
+        x_hat = y.to(stats.dtype)
+        if bias is not None:
+            x_hat = x_hat - bias
+        if weight is not None:
+            x_hat = x_hat / (weight.to(stats.dtype) + ctx.weight_offset)
+        # x_hat is its own norm, with a mean of 0 and an rstd of 1; x's rstd is a factor of the rest.
+        rows = x_hat.shape[: x_hat.dim() - len(ctx.shape)]
+        own_stats = torch.zeros_like(stats)
+        own_stats[0] = 1
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_x, grad_weight, grad_bias = _ops.norm_backward(
+            grad_output, x_hat, None if weight is None else weight.to(stats.dtype), own_stats, len(ctx.shape),
+            ctx.weight_offset, ctx.is_rms_norm, wants_x, wants_weight, bias.dtype if wants_bias else None, True,
+        )  # fmt: skip
+        if wants_x:
+            grad_x = grad_x.mul_(stats[0].view(*rows, *[1] * len(ctx.shape))).to(y.dtype)
+        if wants_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class DropoutFunction(torch.autograd.Function):
+    """Dropout that makes its mask again in backward. It is linear, and its own adjoint."""
+
+    @staticmethod
+    def forward(ctx, x, philox, normalized_ndim, dropout_p, dtype):
+        ctx.save_for_backward(philox)
+        ctx.set_materialize_grads(False)
+        ctx.normalized_ndim, ctx.dropout_p, ctx.x_dtype = normalized_ndim, dropout_p, x.dtype
+        return reference.dropout(x, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return (None,) * 5
+        (philox,) = ctx.saved_tensors
+        return _dropout(grad_output, philox, ctx.normalized_ndim, ctx.dropout_p, ctx.x_dtype), None, None, None, None
+
+
+# ---- the choice of path ----------------------------------------------------------------------------------------------
 
 
 def _takes_kernel(x, weight, bias) -> bool:
@@ -126,21 +574,26 @@ def _takes_kernel(x, weight, bias) -> bool:
     return False
 
 
-def _takes_operator(x, weight, bias) -> bool:
-    """Whether the operator may be called, where the kernels may not; else the call is made of PyTorch operations."""
+def _takes_operator(x, *tensors, distributed=True) -> bool:
+    """Whether an operator may be called, where the kernels may not; else the call is made of PyTorch operations.
+    `distributed`: whether the operator has sharding rules for DTensor."""
     if _ops.norm_operator is None or not _ops.has_kernels_for(x.device.type):
         return False
     # The operator has neither a batching rule nor a forward derivative; a TorchScript trace holds no Python.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.jit.is_tracing():
         return False
-    return all(tensor is None or _ops.operator_takes_type(type(tensor)) for tensor in (x, weight, bias))
+    return all(tensor is None or _ops.operator_takes_type(type(tensor), distributed) for tensor in (x, *tensors))
 
 
-def _differentiable_backward(grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype):
+def _differentiable_backward(
+    grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype, stats_grad
+):
     """Gradients of x, weight and bias by PyTorch operations, for both autograd nodes: under create_graph, and for
     tensors that the kernels cannot take."""
     shape = x.shape[x.dim() - normalized_ndim :]
-    return reference.norm_backward(grad_output, x, weight, shape, eps, weight_offset, is_rms_norm, bias_dtype)
+    return reference.norm_backward(
+        grad_output, x, weight, shape, eps, weight_offset, is_rms_norm, bias_dtype, stats_grad
+    )
 
 
 _ops.set_differentiable_backward(_differentiable_backward)
@@ -150,32 +603,38 @@ class NormFunction(torch.autograd.Function):
     """Autograd of both norms on the compiled kernels; x, weight and the rows' statistics are saved."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype):
-        y, stats = _ops.norm_forward(
-            x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, True
-        )
+    def forward(ctx, x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                rounding):  # fmt: skip
+        options = (normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
+        if rounding == "torch":
+            y, stats = _ops.norm_forward(x, weight, bias, *options, True, stats_grad)
+        else:
+            shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+            y = reference.norm(x, weight, bias, shape, *options[1:], stats_grad, rounding)
+            stats = reference.rms_stats(x, shape, eps)
         ctx.save_for_backward(x, weight, stats)
         ctx.set_materialize_grads(False)
         ctx.normalized_ndim = len(normalized_shape or (bias if weight is None else weight).shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.eps, ctx.weight_offset, ctx.is_rms_norm = eps, weight_offset, is_rms_norm
+        ctx.eps, ctx.weight_offset, ctx.is_rms_norm, ctx.stats_grad = eps, weight_offset, is_rms_norm, stats_grad
         return y
 
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:
-            return (None,) * 8
+            return (None,) * 10
         x, weight, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         bias_dtype = ctx.bias_dtype if wants_bias else None
         if torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
             grad_x, grad_weight, grad_bias = _differentiable_backward(
-                grad_output, x, weight, ctx.normalized_ndim, ctx.eps, ctx.weight_offset, ctx.is_rms_norm, bias_dtype
-            )
+                grad_output, x, weight, ctx.normalized_ndim, ctx.eps, ctx.weight_offset, ctx.is_rms_norm, bias_dtype,
+                ctx.stats_grad,
+            )  # fmt: skip
             grad_x, grad_weight = grad_x if wants_x else None, grad_weight if wants_weight else None
         else:
             grad_x, grad_weight, grad_bias = _ops.norm_backward(
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
-                wants_x, wants_weight, bias_dtype,
+                wants_x, wants_weight, bias_dtype, ctx.stats_grad,
             )  # fmt: skip
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None

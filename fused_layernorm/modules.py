@@ -1,10 +1,20 @@
-"""LayerNorm and RMSNorm as modules. Constructor, initialization, repr and state_dict are torch.nn's own."""
+"""The norms as modules. Constructor, initialization, repr and state_dict are torch.nn's own, with options appended."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
-from .functional import fused_layer_norm, fused_rms_norm
+from .functional import (
+    fused_adaptive_layer_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    fused_layer_norm,
+    fused_rms_norm,
+)
+from .reference import check_dropout_p
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -19,3 +29,100 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return fused_rms_norm(input, self.weight, None, self.eps, normalized_shape=self.normalized_shape)
+
+
+class FusedAddLayerNorm(nn.LayerNorm):
+    """`fused_layernorm.fused_add_layer_norm` with the parameters of `torch.nn.LayerNorm`, whose checkpoints load.
+
+    ``module(x, residual)`` returns ``(y, residual_out)``; dropout of x is on in training mode.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        dropout_p: float = 0.0,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_dropout_p(dropout_p)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
+
+    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fused_add_layer_norm(input, residual, self.weight, self.bias, self.eps, **_add_options(self))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _extra_repr_of_add(self)
+
+
+class FusedAddRMSNorm(nn.RMSNorm):
+    """`fused_layernorm.fused_add_rms_norm` with the parameters of `torch.nn.RMSNorm`, whose checkpoints load.
+
+    ``module(x, residual)`` returns ``(y, residual_out)``; dropout of x is on in training mode.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        dropout_p: float = 0.0,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_dropout_p(dropout_p)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
+
+    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fused_add_rms_norm(input, residual, self.weight, None, self.eps, **_add_options(self))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _extra_repr_of_add(self)
+
+
+class FusedAdaptiveLayerNorm(nn.LayerNorm):
+    """`fused_layernorm.fused_adaptive_layer_norm`; without parameters of its own unless asked for, as in DiT.
+
+    ``module(x, scale, shift)`` returns y, ``module(x, scale, shift, gate=, residual=)`` ``(y, residual_out)``.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-6,
+        elementwise_affine: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(
+        self, input: Tensor, scale: Tensor, shift: Tensor, *, gate: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return fused_adaptive_layer_norm(
+            input, scale, shift, weight=self.weight, bias=self.bias, eps=self.eps, gate=gate, residual=residual,
+            normalized_shape=self.normalized_shape,
+        )  # fmt: skip
+
+
+def _add_options(module: FusedAddLayerNorm | FusedAddRMSNorm) -> dict:
+    return {
+        "dropout_p": module.dropout_p,
+        "training": module.training,
+        "residual_dtype": module.residual_dtype,
+        "normalized_shape": module.normalized_shape,
+    }
+
+
+def _extra_repr_of_add(module: FusedAddLayerNorm | FusedAddRMSNorm) -> str:
+    residual_dtype = "" if module.residual_dtype is None else f", residual_dtype={module.residual_dtype}"
+    return f", dropout_p={module.dropout_p}{residual_dtype}"

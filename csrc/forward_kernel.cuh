@@ -1,0 +1,403 @@
+// The forward kernel for rows that fit the registers of a group of threads, or of a cluster. norm_forward.cu has the
+// formulas.
+#pragma once
+
+#include "add_rows.cuh"
+#include "forward_rows.cuh"
+#include "launch_plan.h"
+#include "norm_params.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// Part of a row on its way between memory and the registers of its threads, for 16-bit rows that begin anywhere: in
+// shared memory it lies as in memory, so that all traffic is of whole 16 bytes (except at the ends of y) and all
+// shifting is done by element-wise access to shared memory. From sm_90 on the copy engine moves it: with a loop over
+// cp.async and one over stores, half of a thread's instructions were not arithmetic, and there the time went (H200,
+// bf16, N = 4097: three quarters of the issue slots used).
+template <typename Row, typename T, int kMaxWords>
+struct Stage {
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kBulk = true;
+#else
+  static constexpr bool kBulk = false;
+#endif
+  unsigned memory, barrier;  // shared addresses
+  unsigned parity = 0;
+
+  __device__ Stage(const void* memory, const uint64_t* barrier, int rank)
+      : memory(shared_address(memory)), barrier(shared_address(barrier)) {
+    if (kBulk && rank == 0) {
+      init_barrier(this->barrier, 1);
+      fence_barrier_init();
+    }
+  }
+
+  // Reads the aligned 16 bytes that cover `elements` elements, returns where the first of them lies.
+  __device__ unsigned fill(const T* source, int elements, int rank) {
+    const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
+    const char* first = reinterpret_cast<const char*>(source) - past;
+    const int bytes = static_cast<int>(past) + elements * static_cast<int>(sizeof(T));
+    if constexpr (kBulk) {
+      if (rank == 0) {
+        const unsigned whole = elements > 0 ? (bytes + 15) / 16 * 16 : 0;
+        expect_bytes(barrier, whole);
+        if (whole > 0) copy_bulk(memory, first, whole, barrier);
+      }
+      Row::barrier();
+      wait_barrier(barrier, parity);
+      parity ^= 1;
+    } else {
+#pragma unroll
+      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
+        const int at = 16 * (word + rank);
+        if (at < bytes) copy_async(memory + at, first + at, min(bytes - at, 16));
+      }
+      commit_copies();
+      wait_for_copies<0>();
+      Row::barrier();
+    }
+    return memory + past;
+  }
+
+  // A pair of elements that may begin between two words; of the last one perhaps only the first.
+  template <int kVec>
+  __device__ RawVec<T, kVec> get(unsigned at, int count) const {
+    RawVec<T, kVec> raw;
+    T elements[kVec] = {};
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) elements[i] = load_shared_element<T>(at + i * static_cast<int>(sizeof(T)));
+    memcpy(&raw, elements, sizeof(raw));
+    return raw;
+  }
+  template <int kVec>
+  __device__ void put(unsigned at, const RawVec<T, kVec>& raw, int count) const {
+    T elements[kVec];
+    memcpy(elements, &raw, sizeof(raw));
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) store_shared_element(at + i * static_cast<int>(sizeof(T)), elements[i]);
+  }
+
+  // Where an element-wise write to the stage puts what is to go to `target`.
+  __device__ unsigned place(const T* target) const {
+    return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
+  }
+  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other
+  // rows or slices by single elements.
+  __device__ void drain(T* target, int elements, int rank) const {
+    constexpr int kWord = 16 / static_cast<int>(sizeof(T));
+    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
+    T* first = target - past;
+    const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
+    if constexpr (kBulk) fence_bulk_store();
+    Row::barrier();
+    if constexpr (kBulk) {
+      if (rank == 0 && begin < end)
+        store_bulk(first + begin, memory + begin * static_cast<int>(sizeof(T)),
+                   (end - begin) * static_cast<int>(sizeof(T)));
+    } else {
+#pragma unroll
+      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
+        const int at = kWord * (word + rank);
+        if (at >= begin && at < end) *reinterpret_cast<uint4*>(first + at) = load_shared(memory + at * sizeof(T));
+      }
+    }
+    for (int index = rank; index < 2 * kWord; index += Row::kThreadsOfRow) {
+      const int at = index < kWord ? index : max(end, begin) + index - kWord;
+      if (at >= past && at < past + elements && (at < begin || at >= end))
+        first[at] = load_shared_element<T>(memory + at * static_cast<int>(sizeof(T)));
+    }
+    if (kBulk && rank == 0) wait_for_bulk_stores();
+  }
+};
+
+// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `own`
+// of the row. Every load is under way before the first is used, and z is written when it is made.
+template <typename Plan, typename x_t, typename scalar_t>
+__device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
+                                         const x_t* x, int64_t row, int hidden_size, int own) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Plan::kThreads * kVec;
+  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + own;
+  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + own;
+  const Places<Plan, false> held(hidden_size, own);
+  const auto is_there = [&](int v, auto whole) { return whole || held.count(v) > 0; };
+  RawVec<x_t, kVec> x_raw[kVecs];
+  held.for_each([&](int v, auto whole) {
+    if (!is_there(v, whole)) return;
+    x_raw[v] = load_vec<x_t, kVec>(x + v * kStep);
+    z[v] = filled_vec<scalar_t, kVec>(acc_t(-0.0));  // x + -0 is x, also where that is -0
+    if (stage.residual) z[v] = load_vec<scalar_t, kVec>(residual + v * kStep);
+  });
+  // `drop` is given one vector of x
+  const auto sum = [&](int v, auto drop) {
+    acc_t from_x[kVec], values[kVec];
+    unpack(x_raw[v], from_x);
+    drop(from_x, own + v * kStep);
+    unpack(z[v], values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
+    z[v] = pack<scalar_t>(values);
+    store_raw(residual_out + v * kStep, z[v]);
+  };
+  if (stage.dropout.philox) {
+    const RowDropout dropout(stage.dropout, row);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
+  } else {
+    held.for_each([&](int v, auto whole) {
+      if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
+    });
+  }
+}
+
+// kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
+// used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3).
+//
+// AddTo: NoAdd, or an Add, with which weight may also be fp32 whatever weight_t.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename AddTo>
+__global__ void __launch_bounds__(kForwardThreads<Plan>,
+                                  kEager ? 1
+                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
+                                                                       kAdds<AddTo>))
+    norm_forward_kernel(const __grid_constant__ NormForwardParams params, acc_type<scalar_t> inverse_n,
+                        const __grid_constant__ AddTo add_to) {
+  using acc_t = acc_type<scalar_t>;
+  using x_t = x_type<AddTo, scalar_t>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
+  constexpr int kRows = kForwardThreads<Plan> / kThreads;
+  constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
+  constexpr bool kWhole = kIsWhole<scalar_t, Plan>;
+  using Row = RowThreads<kThreads, kRows, true>;
+  __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
+  __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
+  __shared__ uint64_t stage_barriers[kStaged ? kRows : 1];
+  __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
+
+  constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
+  using Held = Places<Plan, kRagged>;
+
+  // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
+  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
+  // three bits, of many more than 16-bit results can show.
+  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
+
+  static_assert(!kAdds<AddTo> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  // Which row, and which slice of it: the blocks of a cluster share a row
+  const int blocks = Plan::kClusters ? cluster_size() : 1;
+  const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
+  if (row >= params.rows) return;
+  if (blocks > 1) cluster_arrive();
+  const int hidden_size = static_cast<int>(params.hidden_size);
+  const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
+  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : 0;
+  const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size;  // may be 0 or less
+  const int rank = Row::rank();
+  const int own = rank * kVec;  // where this thread's first vector begins
+  constexpr int kTile = kThreads * kVecs * kVec;
+  const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
+  const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
+
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + slice_col + own;
+  const weight_t* bias = static_cast<const weight_t*>(params.bias) + slice_col + own;
+  // Kept, or their addresses are worked out anew for each vector
+  asm volatile("" : "+l"(weight), "+l"(bias));
+  if constexpr (kEager || kAdds<AddTo>) wait_for_previous_kernel();
+  const auto weight_vec = [&](const auto* weight, int count) {
+    return load_parameter<kVec>(weight, count, params.weight, one_vec<std::decay_t<decltype(*weight)>, kVec>());
+  };
+  const auto bias_vec = [&](const auto* bias, int count) {
+    return load_parameter<kVec>(bias, count, params.bias, zero_vec<std::decay_t<decltype(*bias)>, kVec>());
+  };
+  RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
+  if constexpr (kEager) {
+    const auto load_all = [&](auto& raw, const weight_t* first, bool given, RawVec<weight_t, kVec> neutral) {
+      const Held held(elements, own);
+      if (given) {
+        held.for_each([&](int v, auto whole) {
+          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec>(first + v * kThreads * kVec);
+        });
+      } else {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) raw[v] = neutral;
+      }
+    };
+    load_all(weight_raw, weight, params.weight, one_vec<weight_t, kVec>());
+    load_all(bias_raw, bias, params.bias, zero_vec<weight_t, kVec>());
+  }
+
+  // Load; what lies beyond the row is not looked at
+  RawVec<scalar_t, kVec> raw[kVecs];
+  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
+      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
+  const auto load = [&](int tile) {
+    if constexpr (kAdds<AddTo>) {
+      load_sum<Plan>(raw, add_to, x + own, row, elements, own);
+    } else {
+      const int left = elements - tile;
+      const scalar_t* first = x + tile + own;
+      unsigned at = 0;
+      if constexpr (kStaged) {
+        if (tile != 0 || kManyTiles<Plan>) Row::barrier();
+        at = stage.fill(x + tile, min(left, kTile), rank) + own * static_cast<int>(sizeof(scalar_t));
+      }
+      const Held held(left, own);
+      held.for_each([&](int v, auto whole) {
+        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
+        if (!whole && count <= 0) return;
+        if constexpr (kStaged) {
+          raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
+        } else {
+          raw[v] = load_vec<scalar_t, kVec>(first + skip);
+        }
+      });
+    }
+  };
+
+  // Statistics: of the whole row when it fits the registers, else tile by tile
+  acc_t values[kVec];
+  Moments<acc_t> part{};
+#pragma unroll 1
+  for (int tile = 0; kManyTiles<Plan> ? tile <= last_tile : tile == 0; tile += kTile) {
+    load(tile);
+    const int left = elements - tile;
+    const Held held(left, own);
+    // How many of the first `vecs` vectors' elements `lanes` threads from this thread's or warp's first on hold
+    const auto held_of = [&](int vecs, int first, int lanes) {
+      const int full = min(max(left, 0) / (kThreads * kVec), vecs);
+      const int rest = full == vecs ? 0 : min(max(left - full * kThreads * kVec - first * kVec, 0), lanes * kVec);
+      return full * lanes * kVec + rest;
+    };
+    const int warp_first = rank - rank % Row::kLanes;
+    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank, 1)), 0, 0, 0};
+    if (!params.is_rms_norm) {
+      acc_t sum = 0;
+      const auto sample = [&](int v) {  // what is not there is 0
+        unpack(raw[v], values);
+        sum += vec_sum(values);
+      };
+      if constexpr (kRagged && kSample == kVecs) {
+        held.for_each([&](int v, auto whole) {
+          if (whole || held.count(v) > 0) sample(v);
+        });
+      } else if (kRagged && !held.whole(0)) {
+#pragma unroll
+        for (int v = Held::kMain; v < kVecs; ++v)
+          if (held.count(v) > 0) sample(v);
+      } else {
+#pragma unroll
+        for (int v = 0; v < kSample; ++v)
+          if (kRagged || v * kThreads * kVec + own < left) sample(v);
+      }
+      sum = Row::warp_sum(sum);
+      const int sampled = held_of(kSample, warp_first, Row::kLanes);
+      if (sampled > 0) here.m = quick_ratio(sum, sampled);
+    }
+    if constexpr (kWidenAnew<Plan>) forget(raw);
+    held.for_each([&](int v, auto whole) {
+      const int count = held.count(v);
+      if (!whole && count <= 0) return;
+      unpack(raw[v], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] -= here.m;
+      if (!kWhole && !whole) {  // what is not there must add nothing
+#pragma unroll
+        for (int i = 0; i < kVec; ++i)
+          if (i >= count) values[i] = 0;
+      }
+      here.add(values);
+    });
+    const acc_t warp_has = static_cast<acc_t>(held_of(kVecs, warp_first, Row::kLanes));
+    if (tile == 0) {
+      part = here;
+      part.n = warp_has;
+    } else {
+      here = here.about(part.m);
+      part.c += here.c;
+      part.q += here.q;
+      part.n += warp_has;
+    }
+  }
+  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch);
+  if (blocks > 1) {
+    part.n = static_cast<acc_t>(max(elements, 0));
+    cluster_wait();
+    if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
+    cluster_sync();
+    part = merge_moments<kMaxCluster>(
+        threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
+  }
+  const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
+
+  // Store: backwards, as the last tile is still in registers
+  if constexpr (kWidenAnew<Plan>) forget(raw);
+  const int64_t y_row = row * params.hidden_size + slice_col;
+  const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
+  const bool same_dtype = kAdds<AddTo> || params.y_dtype == dtype_of<x_t>;
+#pragma unroll 1
+  for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
+    const int left = elements - tile;
+    const Held held(left, own);
+    if (tile != last_tile) load(tile);
+    x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
+    // `plain`: y of x's type, no weight_offset
+    const auto store = [&](const auto* weight, const auto* bias, auto plain) {
+      [[maybe_unused]] unsigned place = 0;
+      if constexpr (kStaged) {
+        Row::barrier();
+        place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
+      }
+      held.for_each([&](int v, auto whole) {
+        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
+        if (!whole && count <= 0) return;
+        const int has = whole || kWhole ? kVec : min(count, kVec);
+        acc_t scale[kVec], offset[kVec];
+        if constexpr (kEager) {
+          unpack(weight_raw[v], scale);
+          unpack(bias_raw[v], offset);
+        } else {
+          unpack(weight_vec(weight + tile + skip, has), scale);
+          unpack(bias_vec(bias + tile + skip, has), offset);
+        }
+        if (!plain) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
+        }
+        unpack(raw[v], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+        if (!plain && !same_dtype) {
+          store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
+        } else if constexpr (kStaged) {
+          stage.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
+        } else {
+          store_vec(y + own + skip, values);
+        }
+      });
+      if constexpr (kStaged) {
+        if (plain || same_dtype) stage.drain(y, min(left, kTile), rank);
+      }
+    };
+    const auto store_by = [&](const auto* weight, const auto* bias) {
+      // An add stage leaves time for an addition of 0, and halves its code by it
+      if (!kAdds<AddTo> && same_dtype && weight_offset == 0) {
+        store(weight, bias, std::true_type{});
+      } else {
+        store(weight, bias, std::false_type{});
+      }
+    };
+    if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
+      store_by(static_cast<const float*>(params.weight) + own, static_cast<const float*>(params.bias) + own);
+    } else {
+      store_by(weight, bias);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fused_layernorm

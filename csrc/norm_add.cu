@@ -1,0 +1,163 @@
+// The norm of z = residual + dropout(x), forward: as one kernel, or, for types and sizes that has_add_stage_cuda() says
+// no to, as one that makes z and the plain norm of it. And the two operations beside the norm on their own.
+#include "dispatch.cuh"
+#include "forward_kernel.cuh"
+#include "launch_plan.h"
+#include "norm_add.cuh"
+#include "norm_params.h"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// ---- operations of their own: four columns a thread, of any type ----------------------------------------------------
+
+template <typename F>
+__device__ __forceinline__ void for_each_quad(int64_t rows, int64_t hidden_size, F&& f) {
+  const int64_t first_col = 4 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
+       row += static_cast<int64_t>(gridDim.x) * blockDim.y)
+    for (int64_t col = first_col; col < hidden_size; col += int64_t{4} * gridDim.y * blockDim.x)
+      f(row, col, static_cast<int>(min(hidden_size - col, int64_t{4})));
+}
+
+template <typename acc_t>
+__device__ __forceinline__ void store_quad(void* target, DType dtype, int64_t offset, const acc_t (&values)[4],
+                                           int count) {
+  store_vec_as<4>(target, dtype, offset, values, count, is_aligned<4>(target, dtype_bytes(dtype), offset));
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    add_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ AddStage stage) {
+  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t z[4];
+    load_vec_as<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
+    if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(z, col);
+    if (stage.residual) {
+      acc_t residual[4];
+      load_vec_as<4>(residual, stage.residual, stage.residual_dtype, stage.residual_strides.offset(row) + col, count);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) z[i] = add(residual[i], z[i]);
+    }
+    store_quad(stage.residual_out, stage.residual_out_dtype, row * params.hidden_size + col, z, count);
+  });
+}
+
+// `grad_norm`: the gradient of the norm, contiguous and of x's type; perhaps the same memory as a result.
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    add_grad_kernel(const __grid_constant__ NormBackwardParams params, const __grid_constant__ AddGradStage stage,
+                    const void* grad_norm) {
+  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+    const int64_t at = row * params.hidden_size + col;
+    acc_t grad[4];
+    load_vec_as<4>(grad, grad_norm, params.x_dtype, at, count);
+    if (stage.grad_residual_out) {
+      acc_t skip[4];
+      load_vec_as<4>(skip, stage.grad_residual_out, params.x_dtype, stage.grad_residual_out_strides.offset(row) + col,
+                     count);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], skip[i]);
+    }
+    if (stage.grad_residual) store_quad(stage.grad_residual, stage.grad_residual_dtype, at, grad, count);
+    if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(grad, col);
+    if (params.grad_input) store_quad(params.grad_input, stage.grad_input_dtype, at, grad, count);
+  });
+}
+
+__global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid_constant__ DropoutMaskParams params) {
+  const Dropout& dropout = params.dropout;
+  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (k < count) params.mask[row * params.hidden_size + col + k] = words.word[k] >= dropout.threshold;
+  });
+}
+
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_quads(Kernel kernel, int64_t rows, int64_t hidden_size, cudaStream_t stream,
+                         const Arguments&... arguments) {
+  const int64_t quads = (hidden_size + 3) / 4;
+  int side_by_side = 1;
+  while (side_by_side < kQuadThreads && side_by_side < quads) side_by_side *= 2;
+  const int rows_of_block = kQuadThreads / side_by_side;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>((rows + rows_of_block - 1) / rows_of_block, 1 << 30)),
+                        static_cast<unsigned>(std::min<int64_t>((quads + side_by_side - 1) / side_by_side, 65535)));
+  config.blockDim = dim3(side_by_side, rows_of_block);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// ---- one kernel -----------------------------------------------------------------------------------------------------
+
+// Calls f(Types<x, z>{}) for the types that a kernel has the stage for; x is also that of a weight that is not fp32.
+template <typename F>
+cudaError_t dispatch_add(const NormForwardParams& params, F&& f) {
+  const AddStage& stage = *params.add;
+  const DType x = params.x_dtype, z = stage.residual_out_dtype;
+  const bool whole = params.hidden_size % (16 / dtype_bytes(x)) == 0;  // rows of x, which are the shorter
+  if (!whole || is_long_row(z, params.hidden_size) || params.y_dtype != x ||
+      (stage.residual && stage.residual_dtype != z))
+    return cudaErrorNotSupported;
+  return dispatch_add_types(x, z, f);
+}
+
+template <typename x_t, typename scalar_t>
+cudaError_t launch_add(const NormForwardParams& params, cudaStream_t stream) {
+  Add<x_t> add_to;
+  static_cast<AddStage&>(add_to) = *params.add;
+  return dispatch_plan<AddLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
+    using Plan = decltype(plan);
+    constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+    const auto blocks = static_cast<unsigned>((params.rows + kRows - 1) / kRows);
+    // Only a launch of few blocks gains by overlap
+    OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
+    if (blocks > kEagerBlocks) launch.config.numAttrs = 0;
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Add<x_t>>, params,
+                              static_cast<float>(1.0 / static_cast<double>(params.hidden_size)), add_to);
+  });
+}
+
+NormForwardParams norm_of_z(const NormForwardParams& params) {
+  NormForwardParams of_z = params;
+  of_z.x = params.add->residual_out;
+  of_z.x_dtype = params.add->residual_out_dtype;
+  of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
+  of_z.add = nullptr;
+  return of_z;
+}
+
+}  // namespace
+
+bool has_add_stage_cuda(const NormForwardParams& params) {
+  return dispatch_add(params, [](auto) { return cudaSuccess; }) == cudaSuccess;
+}
+
+int64_t add_forward_workspace(const NormForwardParams& params) {
+  return has_add_stage_cuda(params) ? 0 : norm_forward_workspace_cuda(norm_of_z(params));
+}
+
+cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t stream) {
+  const cudaError_t launched = dispatch_add(params, [&](auto types) {
+    return launch_add<typename decltype(types)::scalar_t, typename decltype(types)::weight_t>(params, stream);
+  });
+  if (launched != cudaErrorNotSupported) return launched;
+  const auto kernel = params.x_dtype == DType::kFloat64 ? add_kernel<double> : add_kernel<float>;
+  const cudaError_t error = launch_quads(kernel, params.rows, params.hidden_size, stream, params, *params.add);
+  if (error != cudaSuccess) return error;
+  return static_cast<cudaError_t>(launch_norm_forward_cuda(norm_of_z(params), stream));
+}
+
+cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream) {
+  const auto kernel = params.x_dtype == DType::kFloat64 ? add_grad_kernel<double> : add_grad_kernel<float>;
+  return launch_quads(kernel, params.rows, params.hidden_size, stream, params, *params.add, grad_norm);
+}
+
+int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream) {
+  return launch_quads(dropout_mask_kernel, params.rows, params.hidden_size, stream, params);
+}
+
+}  // namespace fused_layernorm

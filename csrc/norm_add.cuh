@@ -1,0 +1,32 @@
+// Between the launchers of the plain norms and those of norms with an add stage.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "dispatch.cuh"
+#include "norm_params.h"
+
+namespace fused_layernorm {
+
+// The types of x, and of residual and z, that kernels have the add stage for.
+template <typename F>
+cudaError_t dispatch_add_types(DType x, DType z, F&& f) {
+  if (x == DType::kFloat16 && z == DType::kFloat16) return f(Types<__half, __half>{});
+  if (x == DType::kFloat16 && z == DType::kFloat32) return f(Types<__half, float>{});
+  if (x == DType::kBFloat16 && z == DType::kBFloat16) return f(Types<__nv_bfloat16, __nv_bfloat16>{});
+  if (x == DType::kBFloat16 && z == DType::kFloat32) return f(Types<__nv_bfloat16, float>{});
+  if (x == DType::kFloat32 && z == DType::kFloat32) return f(Types<float, float>{});
+  return cudaErrorNotSupported;
+}
+
+// norm_add.cu
+int64_t add_forward_workspace(const NormForwardParams& params);
+cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t stream);
+// From the gradient of the norm alone, contiguous and of params.x_dtype.
+cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream);
+
+// norm_add_backward.cu
+int64_t add_backward_workspace(const NormBackwardParams& params);
+cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t stream);
+
+}  // namespace fused_layernorm

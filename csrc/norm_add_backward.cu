@@ -1,0 +1,121 @@
+// Backward of the norm of z = residual + dropout(x): as one kernel and the sum of its partial weight gradients, or, for
+// types and sizes that has_add_stage_cuda() says no to, as the plain norm's backward, rounded to z's type, and an
+// operation on that.
+#include "backward_fused.cuh"
+#include "backward_rows.cuh"
+#include "dispatch.cuh"
+#include "launch_plan.h"
+#include "norm_add.cuh"
+#include "norm_params.h"
+
+namespace fused_layernorm {
+namespace {
+
+struct AddGradLaunch {
+  int cluster, depth, running;  // blocks that share a row, stages of the ring, clusters at once
+};
+
+// Calls f(Types<x, z>{}, plan, launch) where a kernel has the stage: by types, hidden_size and card, not by the number
+// of rows, so that a row's gradients are the same bits whatever the batch, nor by which gradients are wanted.
+template <typename F>
+cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
+  const AddGradStage& stage = *params.add;
+  const DType x = stage.grad_input_dtype, z = params.x_dtype;
+  if (stage.grad_output_dtype != x || (stage.grad_residual && stage.grad_residual_dtype != z) ||
+      params.rows > kFusedMaxRows || params.hidden_size % (16 / dtype_bytes(x)) != 0)
+    return cudaErrorNotSupported;
+  int device = 0;
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(device, facts);
+  if (error != cudaSuccess) return error;
+  return dispatch_add_types(x, z, [&](auto types) {
+    using x_t = typename decltype(types)::scalar_t;
+    using scalar_t = typename decltype(types)::weight_t;
+    return dispatch_plan<AddGradLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
+      using Plan = decltype(plan);
+      const int64_t vec_count = params.hidden_size / Plan::kVec;
+      const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
+      if (vec_count > static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs) return cudaErrorNotSupported;
+      Residence residence;
+      const cudaError_t error = residence_of<scalar_t, x_t, Plan, AddGrad<x_t>>(device, facts, cluster, residence);
+      if (error != cudaSuccess) return error;
+      if (residence.clusters == 0) return cudaErrorNotSupported;
+      const int64_t turns = (params.rows + Plan::kRows - 1) / Plan::kRows;
+      return f(types, plan,
+               AddGradLaunch{cluster, residence.depth, static_cast<int>(std::min<int64_t>(turns, residence.clusters))});
+    });
+  });
+}
+
+// ---- as the plain norm's -------------------------------------------------------------------------------------------
+
+// The backward of the plain norm of z, into a result that is of z's type if there is one.
+NormBackwardParams norm_of_z(const NormBackwardParams& params) {
+  const AddGradStage& stage = *params.add;
+  NormBackwardParams norm = params;
+  norm.add = nullptr;
+  if (stage.grad_residual && (stage.grad_residual_dtype == params.x_dtype || !params.grad_input))
+    norm.grad_input = stage.grad_residual;
+  return norm;
+}
+
+// Of the workspace, for the gradient of the norm where no result is of its type; the norm's own comes after.
+int64_t gradient_bytes(const NormBackwardParams& params) {
+  const AddGradStage& stage = *params.add;
+  if (!(params.grad_input || stage.grad_residual) || (params.grad_input && stage.grad_input_dtype == params.x_dtype) ||
+      (stage.grad_residual && stage.grad_residual_dtype == params.x_dtype))
+    return 0;
+  return (params.rows * params.hidden_size * dtype_bytes(params.x_dtype) + 15) / 16 * 16;
+}
+
+}  // namespace
+
+bool has_add_stage_cuda(const NormBackwardParams& params) {
+  return dispatch_add_grad(params, [](auto, auto, const AddGradLaunch&) { return cudaSuccess; }) == cudaSuccess;
+}
+
+int64_t add_backward_workspace(const NormBackwardParams& params) {
+  int64_t bytes = 0;
+  const cudaError_t found = dispatch_add_grad(params, [&](auto, auto, const AddGradLaunch& launch) {
+    if (params.grad_weight || params.grad_bias)
+      bytes = static_cast<int64_t>(launch.running) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(float));
+    return cudaSuccess;
+  });
+  return found == cudaSuccess ? bytes : gradient_bytes(params) + norm_backward_workspace_cuda(norm_of_z(params));
+}
+
+cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t stream) {
+  const cudaError_t launched = dispatch_add_grad(params, [&](auto types, auto plan, const AddGradLaunch& launch) {
+    using x_t = typename decltype(types)::scalar_t;
+    using scalar_t = typename decltype(types)::weight_t;
+    using Plan = decltype(plan);
+    AddGrad<x_t> add_to;
+    static_cast<AddGradStage&>(add_to) = *params.add;
+    if (!params.grad_input && !add_to.grad_residual) add_to.grad_residual_out = nullptr;  // nobody reads it
+    const ClusterLaunch persistent(launch.running * launch.cluster, kFusedThreads<Plan>,
+                                   launch.depth * RowRing<scalar_t, Plan, AddGrad<x_t>>::kStageBytes, launch.cluster,
+                                   stream);
+    const cudaError_t error =
+        cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, x_t, Plan, AddGrad<x_t>>, params,
+                           inverse_for_sums<float>(params), launch.depth, add_to);
+    if (error != cudaSuccess || !(params.grad_weight || params.grad_bias)) return error;
+    return launch_backward_finalize(params, launch.running, stream);
+  });
+  if (launched != cudaErrorNotSupported) return launched;
+
+  NormBackwardParams norm = norm_of_z(params);
+  if (const int64_t bytes = gradient_bytes(params)) {
+    norm.grad_input = params.workspace;
+    norm.workspace = static_cast<char*>(params.workspace) + bytes;
+  }
+  const cudaError_t error = static_cast<cudaError_t>(launch_norm_backward_cuda(norm, stream));
+  const AddGradStage& stage = *params.add;
+  // Nothing but the parameters' gradients is wanted, or what is wanted is there
+  const bool is_done = !norm.grad_input || (!stage.grad_residual_out && !stage.dropout.philox &&
+                                            (!params.grad_input || params.grad_input == norm.grad_input) &&
+                                            (!stage.grad_residual || stage.grad_residual == norm.grad_input));
+  if (error != cudaSuccess || is_done) return error;
+  return launch_add_grad(params, norm.grad_input, stream);
+}
+
+}  // namespace fused_layernorm

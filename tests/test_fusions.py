@@ -1,0 +1,1090 @@
+"""What is fused around a norm: residual and dropout, activation, modulation, frozen statistics, roundings, and how
+gradients are saved and summed.
+
+The norm inside is judged by test_correctness.py's `expected`, for the tensor that was really normalized; what lies
+around it by definition, in fp64. A case is a line of a table here too.
+"""
+
+import copy
+import inspect
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import fused_layernorm
+from fused_layernorm import (
+    FusedAdaptiveLayerNorm,
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    _ops,
+    compat,
+    functional,
+    fused_adaptive_layer_norm,
+    fused_adaptive_rms_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    reference,
+)
+from test_correctness import (
+    DTYPE_NAMES,
+    OPS,
+    Case,
+    Inputs,
+    bf16,
+    check,
+    expected,
+    fill,
+    fp16,
+    fp32,
+    fp64,
+    fused,
+    laid_out,
+    make_inputs,
+    on_devices,
+    one_thread,
+    ones,
+    poisoned,
+    run,
+    same_bits,
+    uses_kernels,
+)
+
+ROOT = Path(__file__).parents[1]
+ADD_OPS = {"layer_norm": fused_add_layer_norm, "rms_norm": fused_add_rms_norm}
+
+
+# ---- residual --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Add:
+    shape: tuple
+    op: str = "layer_norm"
+    dtype: torch.dtype = fp32  # of x, and so of y
+    residual: torch.dtype | None = fp32  # None: no residual
+    residual_dtype: torch.dtype | None = None
+    parameters: torch.dtype | None = fp32
+    dropout_p: float = 0.0
+    layout: str = "contiguous"  # of x and residual
+    grad_layout: str = "contiguous"
+    uses: str = "both"  # which results get a gradient: "both", "y", "residual_out"
+    normalized_ndim: int = 1
+
+    def __str__(self):
+        names = [DTYPE_NAMES.get(dtype, "none") for dtype in (self.dtype, self.residual, self.parameters)]
+        more = [] if self.residual_dtype is None else [f"to_{DTYPE_NAMES[self.residual_dtype]}"]
+        more += [f"p{self.dropout_p}"] if self.dropout_p else []
+        more += [part for part in (self.layout, self.grad_layout) if part != "contiguous"]
+        more += [] if self.uses == "both" else [self.uses]
+        return "-".join([self.op, "x".join(map(str, self.shape)), *names, *more])
+
+    core = False
+
+    @property
+    def cuda_only(self):  # too large for the CPU's time
+        return math.prod(self.shape) > 300_000
+
+    @property
+    def z_dtype(self):
+        return self.residual_dtype or self.residual or self.dtype
+
+    @property
+    def norm_case(self):
+        """The norm inside: of z, with y in x's dtype."""
+        return Case(self.shape, op=self.op, dtype=self.z_dtype, weight=self.parameters, bias=self.parameters,
+                    out_dtype=self.dtype, normalized_ndim=self.normalized_ndim)  # fmt: skip
+
+
+def add_cases():
+    found = []
+
+    def add(*arguments, **options):
+        for op in OPS:
+            found.append(Add(*arguments, op=op, **options))
+
+    for dtype in (fp16, bf16):  # every mix of dtypes
+        for residual in (None, dtype, fp32):
+            for residual_dtype in (None, dtype, fp32):
+                for parameters in (None, dtype, fp32):
+                    add((11, 136), dtype=dtype, residual=residual, residual_dtype=residual_dtype,
+                        parameters=parameters)  # fmt: skip
+                add((11, 131), dtype=dtype, residual=residual, residual_dtype=residual_dtype, parameters=fp32,
+                    dropout_p=0.3)  # fmt: skip
+    for dtype in (fp32, fp64):
+        for residual in (None, dtype):
+            for parameters in (None, dtype):
+                for dropout_p in (0.0, 0.3):
+                    add((11, 131), dtype=dtype, residual=residual, parameters=parameters, dropout_p=dropout_p)
+    for shape in ((0, 40), (1, 1), (3, 7), (199, 769), (64, 4096), (2, 20001)):  # sizes
+        for dropout_p in (0.0, 0.1):
+            add(shape, dtype=bf16, residual=bf16, dropout_p=dropout_p)
+            add(shape, dropout_p=dropout_p)
+    for layout in ("offset_by_one", "columns", "every_other_row", "stepped", "transposed", "expanded_rows"):
+        add((37, 96), dtype=bf16, residual=fp32, layout=layout, grad_layout=layout, dropout_p=0.2)
+        add((37, 96), layout=layout, grad_layout=layout)
+    add((37, 96), grad_layout="expanded_scalar")
+    add((2, 5, 4, 32), layout="qkv", grad_layout="qkv", normalized_ndim=2, dropout_p=0.5)
+    for uses in ("y", "residual_out"):
+        for dropout_p in (0.0, 0.3):
+            add((11, 131), uses=uses, dropout_p=dropout_p)
+            add((11, 131), dtype=bf16, residual=fp32, uses=uses, dropout_p=dropout_p)
+    mixes = ((bf16, bf16, bf16), (bf16, fp32, bf16), (fp16, fp16, fp32), (fp16, fp32, fp32), (fp32, fp32, fp32))
+    # each plan of the CUDA kernels with an add stage, and beyond the last
+    sizes = (8, 256, 264, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 8216, 12288, 16384, 40000)
+    for hidden_size in sizes:
+        for dtype, residual, parameters in mixes:
+            for dropout_p in (0.0, 0.1):
+                add((5, hidden_size), dtype=dtype, residual=residual, parameters=parameters, dropout_p=dropout_p)
+    for shape in ((20_000, 256), (9000, 1024), (3001, 4096), (1501, 8192), (399, 16384), (200, 40000)):  # many turns
+        for dtype, residual, parameters in mixes:
+            add(shape, dtype=dtype, residual=residual, parameters=parameters, dropout_p=0.1)
+            add(shape, dtype=dtype, residual=residual, parameters=parameters)
+    for dtype, residual, parameters in mixes:
+        add((7, 260), dtype=dtype, residual=residual, parameters=parameters)  # whole rows of fp32, not of 16 bits
+        add((2, 140_000), dtype=dtype, residual=residual, parameters=parameters, dropout_p=0.1)
+        for uses in ("y", "residual_out"):
+            add((37, 512), dtype=dtype, residual=residual, parameters=parameters, uses=uses)
+        for residual_dtype in (None, fp32):
+            add((37, 2048), dtype=dtype, residual=None, residual_dtype=residual_dtype, parameters=parameters)
+    add((11, 131), dropout_p=1.0)
+    add((11, 131), dtype=bf16, residual=None, dropout_p=1.0)
+    return list(dict.fromkeys(found))
+
+
+@one_thread()
+def add_inputs(case, device):
+    """x, residual, weight, bias and the gradients of both results; those not there are None."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(str(case).encode()))
+
+    def tensor(dtype, shape=case.shape, layout="contiguous"):
+        return None if dtype is None else laid_out(fill(shape, "normal", generator).to(dtype), layout)
+
+    parameters_shape = case.shape[len(case.shape) - case.normalized_ndim :]
+    tensors = {
+        "x": tensor(case.dtype, layout=case.layout),
+        "residual": tensor(case.residual, layout=case.layout),
+        "weight": tensor(case.parameters, parameters_shape),
+        "bias": tensor(case.parameters, parameters_shape),
+    }
+    grad_y, grad_z = (tensor(dtype, layout=case.grad_layout) for dtype in (case.dtype, case.z_dtype))
+    return tensors, None if case.uses == "residual_out" else grad_y, None if case.uses == "y" else grad_z
+
+
+def run_add(case, tensors, grad_y, grad_z, wants=("x", "residual", "weight", "bias")):
+    leaves = {name: t.detach().requires_grad_(name in wants) for name, t in tensors.items() if t is not None}
+    options = {} if case.parameters else {"normalized_shape": case.shape[-case.normalized_ndim :]}
+    y, z, mask = ADD_OPS[case.op](
+        leaves["x"], leaves.get("residual"), leaves.get("weight"), leaves.get("bias"), 1e-5, dropout_p=case.dropout_p,
+        residual_dtype=case.residual_dtype, return_dropout_mask=True, **options,
+    )  # fmt: skip
+    # z does not require grad where it is composed and only a parameter does
+    outputs = [(out, dout) for out, dout in ((y, grad_y), (z, grad_z)) if dout is not None and out.requires_grad]
+    asked = [name for name in leaves if name in wants]
+    gradients = torch.autograd.grad(
+        [out for out, _ in outputs], [leaves[name] for name in asked], [gradient for _, gradient in outputs],
+        allow_unused=True,
+    )  # fmt: skip
+    return {"y": y.detach(), "z": z.detach(), "mask": mask, **dict(zip(asked, gradients, strict=True))}
+
+
+def check_add(case, tensors, grad_y, grad_z, found, composed=False):
+    """z to the last bit; y and the parameters as a norm of z; the gradients of x and residual from that of z."""
+    keeps = found["mask"]
+    scale = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
+    kept_dtype = reference.accumulation_dtype(case.dtype)
+    x = tensors["x"].to(kept_dtype) * torch.tensor(scale, dtype=kept_dtype)
+    z = torch.where(keeps, x, 0.0)
+    z = z if tensors["residual"] is None else z + tensors["residual"].to(kept_dtype)
+    assert same_bits(found["z"], z.to(case.z_dtype)) and found["z"].is_contiguous() and found["y"].is_contiguous()
+
+    norm_case = case.norm_case
+    zeros = torch.zeros(case.shape, dtype=case.dtype, device=x.device)
+    inputs = Inputs(found["z"], tensors["weight"], tensors["bias"], zeros if grad_y is None else grad_y)
+    of_norm = {"y": found["y"], **{name: found[name] for name in ("weight", "bias") if name in found}}
+    if grad_y is None:  # then torch's engine, or we, may say so by None
+        for name in ("weight", "bias"):
+            assert of_norm.get(name) is None or not of_norm[name].any()
+        check(norm_case, inputs, {"y": found["y"]}, ("y",))
+    else:
+        check(norm_case, inputs, of_norm, tuple(of_norm))
+
+    truth, limit = expected(norm_case, inputs)["x"]
+    if grad_z is not None:
+        truth = truth + grad_z.double()
+    accumulated = torch.finfo(kept_dtype).eps * (truth.abs() + limit)
+    if composed or not _ops.has_stages(x.device.type):  # autograd adds gradients of z in its dtype
+        accumulated = accumulated + torch.finfo(case.z_dtype).eps * truth.abs()
+    # `limit` allows a rounding to z's dtype; the gradients may be of a narrower one.
+    for name, factor in (
+        ("residual", 1.0),
+        ("x", torch.where(keeps, torch.tensor(scale, dtype=fp64, device=x.device), 0.0)),
+    ):
+        if name not in found:
+            continue
+        dtype = tensors[name].dtype
+        wanted, result = truth * factor, found[name]
+        assert result.dtype == dtype and result.shape == tensors[name].shape
+        rounded = torch.finfo(dtype).eps * (wanted.abs() + torch.finfo(dtype).tiny)  # once, perhaps to a subnormal
+        allowed = (limit + accumulated) * factor + rounded
+        error = (result.double() - wanted).abs()
+        assert (error <= allowed).all(), f"gradient of {name}: error {error.max():.3g}"
+        assert not result[~keeps].any() or name == "residual"
+
+
+@on_devices("case", add_cases())
+def test_add_values(device, case):
+    """z = residual + dropout(x) to the bit; y and all gradients against fp64"""
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    with poisoned():
+        found = run_add(case, tensors, grad_y, grad_z)
+    check_add(case, tensors, grad_y, grad_z, found)
+
+
+FEW_ADDS = [
+    Add(shape, op=op, dtype=dtype, residual=residual, dropout_p=dropout_p)
+    for shape in ((19, 77), (19, 512))
+    for op in OPS
+    for dtype, residual in ((fp32, fp32), (bf16, fp32), (bf16, bf16), (bf16, None))
+    for dropout_p in (0.0, 0.3)
+]
+
+
+@on_devices("case", FEW_ADDS)
+def test_add_composed(device, case, monkeypatch):
+    """the same where kernels lack the stage: plain kernels and PyTorch operations, the same bits in z and y"""
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    torch.manual_seed(3)
+    fused = run_add(case, tensors, grad_y, grad_z)
+    monkeypatch.setattr(_ops, "has_stages", lambda device_type: False)
+    torch.manual_seed(3)
+    composed = run_add(case, tensors, grad_y, grad_z)
+    check_add(case, tensors, grad_y, grad_z, composed, composed=True)
+    for name in ("y", "z", "mask"):
+        assert same_bits(fused[name], composed[name]), name
+
+
+@on_devices("case", FEW_ADDS)
+def test_add_checker_rejects(device, case):
+    """the checker itself: a lost skip gradient, a forgotten mask and another norm are rejected"""
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    found = run_add(case, tensors, grad_y, grad_z)
+    no_skip = run_add(case, tensors, grad_y, torch.zeros_like(grad_z))
+    wrong = [{**found, "x": no_skip["x"]}, {**found, "y": found["y"] * 1.02},
+             {**found, "weight": found["weight"] * 1.02}]  # fmt: skip
+    if case.residual:
+        wrong.append({**found, "residual": no_skip["residual"]})
+    if case.dropout_p:
+        wrong += [{**found, "mask": ~found["mask"]}, {**found, "x": found["x"] * (1 - case.dropout_p)}]
+    for each in wrong:
+        with pytest.raises(AssertionError):
+            check_add(case, tensors, grad_y, grad_z, each)
+
+
+@on_devices("case", FEW_ADDS)
+def test_add_each_input_alone_requires_grad(device, case):
+    """each input alone requiring grad: the same gradient"""
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    torch.manual_seed(3)
+    everything = run_add(case, tensors, grad_y, grad_z)
+    for name in ("x", "residual", "weight", "bias"):
+        if tensors[name] is None:
+            continue
+        torch.manual_seed(3)
+        with poisoned():
+            alone = run_add(case, tensors, grad_y, grad_z, wants=(name,))
+        assert same_bits(alone[name], everything[name]), name
+    with torch.no_grad():
+        torch.manual_seed(3)
+        y, z = ADD_OPS[case.op](*tensors.values(), 1e-5, dropout_p=case.dropout_p)
+    assert same_bits(y, everything["y"]) and same_bits(z, everything["z"]) and y.grad_fn is None
+
+
+@on_devices("op", OPS)
+def test_add_saves_z_alone(device, op):
+    """neither x nor residual nor a mask is kept for backward"""
+    if not _ops.has_stages(device):
+        pytest.skip("composed of operations that save what they save")
+    x, residual = (torch.randn(64, 128, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(128, device=device, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, z = ADD_OPS[op](x, residual, weight, dropout_p=0.5)
+    assert sum(t.numel() for t in saved) < 1.2 * z.numel()
+    assert any(t.data_ptr() == z.data_ptr() for t in saved)
+
+
+@on_devices("op", OPS)
+def test_a_stream_of_blocks(device, op):
+    """pre-norm blocks chained by residual_out, from residual=None on: as torch's operations"""
+    torch.manual_seed(0)
+    x = torch.randn(6, 32, device=device, dtype=fp64, requires_grad=True)
+    weights = torch.randn(3, 32, device=device, dtype=fp64, requires_grad=True)
+    layer = {"layer_norm": lambda z, w: F.layer_norm(z, (32,), w, None, 1e-5),
+             "rms_norm": lambda z, w: F.rms_norm(z, (32,), w, 1e-5)}[op]  # fmt: skip
+
+    def ours():
+        hidden, residual = x, None
+        for weight in weights:
+            y, residual = ADD_OPS[op](hidden, residual, weight, None, 1e-5)
+            hidden = y.sin()
+        return hidden + residual
+
+    def torchs():
+        hidden, residual = x, 0
+        for weight in weights:
+            residual = residual + hidden
+            hidden = layer(residual, weight).sin()
+        return hidden + residual
+
+    torch.testing.assert_close(ours(), torchs())
+    torch.testing.assert_close(
+        torch.autograd.grad(ours().cos().sum(), (x, weights)), torch.autograd.grad(torchs().cos().sum(), (x, weights))
+    )
+
+
+@on_devices("op,given", [(op, given) for op in OPS for given in ("all", "no residual")])
+def test_add_gradcheck(device, op, given):
+    """gradcheck and gradgradcheck of both results, with and without dropout; forward mode and batched gradients"""
+    tensors = [
+        torch.randn(*shape, device=device, dtype=fp64, requires_grad=True) for shape in ((3, 5),) * 2 + ((5,),) * 2
+    ]
+    if given == "no residual":
+        del tensors[1]
+    for dropout_p in (0.0, 0.4):
+
+        def norm(x, *others, dropout_p=dropout_p):
+            residual = others[0] if given == "all" else None
+            torch.manual_seed(7)
+            return ADD_OPS[op](x, residual, *others[-2:], dropout_p=dropout_p)
+
+        assert gradcheck(norm, tensors, check_batched_grad=not dropout_p, check_forward_ad=True)
+        assert gradgradcheck(norm, tensors)
+
+
+@on_devices("op", OPS)
+def test_add_in_transforms(device, op):
+    """torch.func: grad, vmap and jvp"""
+    x, residual = (torch.randn(4, 8, device=device, dtype=fp64) for _ in range(2))
+    weight = torch.randn(8, device=device, dtype=fp64)
+
+    def loss(x, residual, weight):
+        y, z = ADD_OPS[op](x, residual, weight, eps=1e-5)
+        return (y.sin() * z).sum()
+
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+    truth = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(x, residual, weight), truth)
+    per_row = torch.func.vmap(torch.func.grad(loss), (0, 0, None))(x, residual, weight)
+    torch.testing.assert_close(per_row, truth[0])
+    _, tangent = torch.func.jvp(lambda x: loss(x, residual, weight), (x,), (residual,))
+    torch.testing.assert_close(tangent, (truth[0] * residual).sum())
+
+
+BAD_ADDS = {
+    "dropout_p above 1": (lambda add, x: add(x, x, ones(4), dropout_p=1.5), ValueError, "dropout_p must be from 0"),
+    "dropout_p below 0": (lambda add, x: add(x, x, ones(4), dropout_p=-0.1), ValueError, r"dropout_p must be from 0"),
+    "dropout_p is NaN": (lambda add, x: add(x, x, ones(4), dropout_p=math.nan), ValueError, "dropout_p must be"),
+    "dropout_p is a string": (lambda add, x: add(x, x, ones(4), dropout_p="a"), TypeError, r"dropout_p must be a num"),
+    "residual of another shape": (lambda add, x: add(x, x[:2], ones(4)), RuntimeError,
+                                  r"residual must have x's shape, \[3, 4\], got \[2, 4\]"),
+    "residual on another device": (lambda add, x: add(x, x.to("meta"), ones(4)), RuntimeError,
+                                   "residual must be on x's device"),
+    "residual of another dtype": (lambda add, x: add(x, x.half(), ones(4)), TypeError, "residual must be of x's dtype"),
+    "residual is a list": (lambda add, x: add(x, [1.0], ones(4)), TypeError, "residual must be a Tensor or None.*list"),
+    "residual is sparse": (lambda add, x: add(x, x.to_sparse(), ones(4)), TypeError, "residual must be a dense"),
+    "residual_dtype": (lambda add, x: add(x, x, ones(4), residual_dtype=fp64), TypeError, "residual_dtype must be"),
+    "x": (lambda add, x: add([1.0], x, ones(4)), TypeError, "x must be a Tensor"),
+    "weight": (lambda add, x: add(x, x, ones(5)), RuntimeError, "x must have shape"),
+    "activation": (lambda add, x: add(x, x, ones(4), activation="tanh"), ValueError, "activation must be one of relu"),
+}  # fmt: skip
+
+
+@on_devices("op,name", [(op, name) for op in OPS for name in BAD_ADDS], devices=("cpu",))
+def test_bad_adds(device, op, name):
+    """bad input: an error that names the argument"""
+    call, exception, message = BAD_ADDS[name]
+    with pytest.raises(exception, match=message):
+        call(ADD_OPS[op], torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_signature(name):
+    """what comes after eps is by keyword, says the signature, and every keyword is in it"""
+    parameters = inspect.signature(getattr(fused_layernorm, f"fused_{name}")).parameters
+    by_keyword = [p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert list(parameters)[:4] == ["x", "weight", "bias", "eps"] and len(by_keyword) == len(parameters) - 4
+    assert {"stats_grad", "activation", "dropout_p", "memory_efficient", "out_dtype"} <= set(by_keyword)
+
+
+# ---- operators, torch.compile ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="there are no operators")
+@on_devices("case", [case for case in FEW_ADDS if case.op == "layer_norm"])
+def test_add_opcheck(device, case):
+    """schema, autograd registration, fake tensors, AOT dispatch"""
+    if not _ops.has_stages(device):
+        pytest.skip("no kernel has the stage")
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    leaves = [None if t is None else t.requires_grad_() for t in tensors.values()]
+    philox = functional._draw_philox(leaves[0]) if case.dropout_p else None
+    options = (0.0, False, None, True, case.dropout_p, case.z_dtype)
+    torch.library.opcheck(_ops.add_norm_operator, (*leaves, philox, 1, 1e-5, *options))
+    with torch.no_grad():
+        _, z, stats = _ops.add_norm_operator(*leaves, philox, 1, 1e-5, *options)
+    for wants in ((True, True, fp32, fp32), (True, False, None, None), (False, False, None, fp32)):
+        wants_x, wants_weight, bias_dtype, residual_dtype = wants
+        for gradient in (grad_z, None):
+            torch.library.opcheck(torch.ops.fused_layernorm.add_norm_backward.default, (
+                grad_y, gradient, z, tensors["weight"].detach(), stats, philox, 1, 0.0, False, wants_x, wants_weight,
+                bias_dtype, True, case.dropout_p, case.dtype, residual_dtype,
+            ))  # fmt: skip
+
+
+@on_devices("op,backend,dropout_p", [
+    (op, backend, p) for op in OPS for backend in ("eager", "aot_eager", "inductor") for p in (0.0, 0.3)
+])  # fmt: skip
+def test_add_compile(device, op, backend, dropout_p):
+    """fullgraph: results and gradients of eager mode; with dropout, for the mask that was drawn"""
+    torch.compiler.reset()
+    case = Add((9, 96), op=op, dtype=bf16, dropout_p=dropout_p)
+    tensors, grad_y, grad_z = add_inputs(case, device)
+
+    def call(x, residual, weight, bias):
+        return ADD_OPS[op](x, residual, weight, bias, dropout_p=dropout_p, return_dropout_mask=True)
+
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    leaves = [t.detach().requires_grad_() for t in tensors.values()]
+    y, z, mask = compiled(*leaves)
+    gradients = torch.autograd.grad((y, z), leaves, (grad_y, grad_z))
+    found = {"y": y.detach(), "z": z.detach(), "mask": mask, **dict(zip(tensors, gradients, strict=True))}
+    check_add(case, tensors, grad_y, grad_z, found)
+    assert dropout_p or mask.all()
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def drop(x, p, place, **options):
+    """Dropout of x before, or of ones after a norm; the result is 0 where an element was dropped."""
+    if place == "x":
+        return fused_add_layer_norm(x, None, normalized_shape=x.shape[-1], dropout_p=p, **options)[1]
+    bias = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+    return OPS["layer_norm"](x, torch.zeros_like(bias), bias, dropout_p=p, **options)
+
+
+PLACES = [(place,) for place in ("x", "y")]
+
+
+@on_devices("place", PLACES)
+def test_dropout_edges(device, place):
+    """p = 0 and training=False: the bits of no dropout; p = 1: zeros, and zero gradients, also of what is not finite"""
+    x = torch.randn(5, 33, device=device).requires_grad_()
+    plain = drop(x, 0.0, place)
+    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    assert same_bits(drop(x, 0.5, place, training=False), plain)
+    assert torch.equal(state, torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state())
+    gone = drop(x, 1.0, place)
+    assert not gone.any()
+    assert not torch.autograd.grad(gone.sum(), x)[0].any()
+    infinite = torch.full_like(x, math.inf)
+    if place == "x":
+        assert not drop(infinite, 1.0, place).any()
+
+
+@on_devices("place", PLACES)
+def test_dropout_follows_the_seed(device, place):
+    """torch.manual_seed repeats it; the next call draws anew"""
+    x = torch.ones(64, 64, device=device)
+    torch.manual_seed(5)
+    first, second = drop(x, 0.5, place), drop(x, 0.5, place)
+    torch.manual_seed(5)
+    assert same_bits(drop(x, 0.5, place), first) and not torch.equal(first, second)
+
+
+@on_devices("place", PLACES)
+def test_dropout_backward_has_the_same_mask(device, place):
+    """the gradient is scaled where the result was, and 0 where it was dropped"""
+    x = torch.ones(64, 65, device=device, requires_grad=True)
+    if place == "x":
+        z = drop(x, 0.25, place)
+        (gradient,) = torch.autograd.grad(z.sum(), x)
+        assert torch.equal(gradient, z.detach())
+    else:
+        bias = torch.ones(65, device=device, requires_grad=True)
+        y = OPS["rms_norm"](x, None, bias, dropout_p=0.25)
+        (gradient,) = torch.autograd.grad(y.sum(), bias)
+        torch.testing.assert_close(gradient, (y.detach() != 0).sum(0) / 0.75)
+
+
+@on_devices("place,p", [(place, p) for place in ("x", "y") for p in (0.1, 0.5, 0.9)])
+def test_dropout_statistics(device, place, p):
+    """the dropped fraction in all, of every row and column, and of pairs of neighbours: within 5 standard deviations"""
+    rows, cols = 1024, 512
+    x = torch.ones(rows, cols, device=device)
+    torch.manual_seed(11)
+    masks = [(drop(x, p, place) != 0).double() for _ in range(2)]
+
+    def within(found, expected, count, spread, what):
+        deviation = ((found - expected).abs() / math.sqrt(spread / count)).max().item()
+        assert deviation < 5.5, f"{what}: {deviation:.1f} standard deviations"
+
+    keep, of_pairs = 1 - p, (1 - p) ** 2
+    for mask in masks:
+        within(mask.mean(), keep, rows * cols, keep * p, "all")
+        within(mask.mean(1), keep, cols, keep * p, "rows")
+        within(mask.mean(0), keep, rows, keep * p, "columns")
+    spread = of_pairs * (1 - of_pairs)
+    mask = masks[0]
+    for step in (1, 2, 3, 4, 8, 32):  # independent of neighbours in a row, in a column, and of the other call
+        within((mask[:, step:] * mask[:, :-step]).mean(), of_pairs, rows * (cols - step) / 3, spread, f"{step} columns")
+        within((mask[step:] * mask[:-step]).mean(), of_pairs, (rows - step) * cols / 3, spread, f"{step} rows")
+    within((masks[0] * masks[1]).mean(), of_pairs, rows * cols, spread, "two calls")
+    assert len({tuple(row.tolist()) for row in mask}) == rows, "two rows have one mask"
+
+
+def test_philox():
+    """the function of csrc/philox.h: known answers of Philox4x32-10, and reference.py's and the kernel's are equal"""
+    words = {}
+    for seed, offset, answer in ((0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),):
+        philox = torch.tensor([seed, offset])
+        for k, word in enumerate(answer):  # the mask at a threshold of exactly that word, and just above it
+            at, above = word / 2**32, (word + 1) / 2**32
+            for function in (reference.dropout_mask, _ops.dropout_mask):
+                words[k] = (bool(function(philox, 1, 4, at)[0, k]), bool(function(philox, 1, 4, above)[0, k]))
+                assert words[k] == (True, False), (function, k)
+    for _ in range(4):
+        philox = torch.randint(-(2**63), 2**63 - 1, (2,))
+        for shape in ((1, 1), (7, 41), (300, 64)):
+            assert torch.equal(_ops.dropout_mask(philox, *shape, 0.4), reference.dropout_mask(philox, *shape, 0.4))
+
+
+@on_devices("place,reentrant", [(place, reentrant) for place in ("x", "y") for reentrant in (False, True)])
+def test_dropout_and_checkpointing(device, place, reentrant):
+    """recomputed in backward: the same mask"""
+    x = torch.ones(32, 64, device=device, requires_grad=True)
+
+    def function(x):
+        if place == "x":
+            y, z = fused_add_layer_norm(x, None, normalized_shape=64, dropout_p=0.5)
+            return (z * z + y).sin()
+        return OPS["layer_norm"](x + 1j.imag, None, x[0], dropout_p=0.5).sin()
+
+    gradients = []
+    for call in (function, lambda x: checkpoint(function, x, use_reentrant=reentrant)):
+        torch.manual_seed(2)
+        (gradient,) = torch.autograd.grad(call(x).sum(), x) if not reentrant else (None,)
+        if reentrant:
+            x.grad = None
+            call(x).sum().backward()
+            gradient = x.grad
+        gradients.append(gradient)
+    assert same_bits(*gradients) and gradients[0].any()
+
+
+@on_devices("backend", [("aot_eager",), ("inductor",)])
+def test_dropout_and_compiled_checkpointing(device, backend):
+    """the same inside torch.compile: where z was dropped, so was the gradient"""
+    torch.compiler.reset()
+
+    def function(x):
+        y, z = fused_add_layer_norm(x, None, normalized_shape=64, dropout_p=0.5)
+        return z, (y.sin() * 0).sum() + z.exp().sum()
+
+    def checkpointed(x):
+        return checkpoint(function, x, use_reentrant=False)
+
+    x = torch.ones(32, 64, device=device, requires_grad=True)
+    z, loss = torch.compile(checkpointed, backend=backend, fullgraph=True)(x)
+    (gradient,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(gradient, torch.where(z == 0, 0.0, 2 * z.exp()))
+    assert (z == 0).any() and (z != 0).any()
+
+
+@on_devices("place", PLACES, devices=("cuda",))
+def test_dropout_in_a_cuda_graph(device, place):
+    """each replay draws anew, and repeats with the seed"""
+    x = torch.ones(64, 64, device=device)
+    drop(x, 0.5, place)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = drop(x, 0.5, place)
+    masks = []
+    for _ in range(2):
+        torch.cuda.manual_seed(4)
+        for _ in range(2):
+            graph.replay()
+            masks.append(found.clone())
+    assert not torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3])
+
+
+@on_devices("place", PLACES)
+def test_no_mask_is_saved(device, place):
+    """what is saved for dropout is 16 bytes"""
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        drop(x, 0.5, place)
+    assert not any(t.dtype in (torch.bool, torch.uint8) for t in saved) and any(t.numel() == 2 for t in saved)
+
+
+# ---- frozen statistics -----------------------------------------------------------------------------------------------
+
+
+@on_devices("case", [Case(shape, op=op, dtype=dtype, weight_offset=o, cuda_only=shape[1] > 100_000)
+                     for shape in ((19, 77), (7, 1), (40, 1024), (3, 20_000), (2, 140_000)) for op in OPS
+                     for dtype in (fp16, bf16, fp32, fp64) for o in (0.0, 1.0)])  # fmt: skip
+def test_frozen_statistics(device, case):
+    """stats_grad=False: y and the parameters' gradients unchanged, grad_x = (w + o) * grad_y * rstd"""
+    inputs = make_inputs(case, device)
+
+    def frozen(case, x, weight, bias):
+        return OPS[case.op](x, weight, bias, case.eps, weight_offset=case.weight_offset, stats_grad=False)
+
+    plain, found = run(fused, case, inputs), run(frozen, case, inputs)
+    for name in ("y", "weight", "bias"):
+        if uses_kernels(device) or name == "y":
+            torch.testing.assert_close(found[name], plain[name])
+    x = inputs.x.double()
+    centred = x - x.mean(-1, keepdim=True) if case.op == "layer_norm" else x
+    rstd = (centred.square().mean(-1, keepdim=True) + case.eps).rsqrt()
+    truth = (inputs.weight.double() + case.weight_offset) * inputs.grad_output.double() * rstd
+    error = (found["x"].double() - truth).abs()
+    stored, kept = torch.finfo(case.dtype), torch.finfo(fp32 if case.dtype != fp64 else fp64)
+    assert (error <= (stored.eps + 16 * kept.eps) * truth.abs() + stored.eps * stored.tiny).all()
+    assert not torch.allclose(found["x"].double(), plain["x"].double(), rtol=1e-2, atol=1e-3)
+
+
+@on_devices("op", OPS)
+def test_frozen_statistics_every_way(device, op):
+    """NormFunction, the operator, compile, double backward, add: one gradient"""
+    torch.compiler.reset()
+    x, weight = torch.randn(5, 16, device=device, requires_grad=True), torch.randn(16, device=device)
+    grad_output = torch.randn(5, 16, device=device)
+
+    def gradient(function, **options):
+        return torch.autograd.grad(function(x), x, grad_output, **options)[0]
+
+    def frozen(x):
+        return OPS[op](x, weight, eps=1e-5, stats_grad=False)
+
+    wanted = gradient(frozen)
+    compiled = torch.compile(frozen, backend="aot_eager", fullgraph=True)
+    numpy = pytest.importorskip("numpy")
+    ways = {
+        "NormFunction": gradient(lambda x: OPS[op](x, weight, eps=numpy.float64(1e-5), stats_grad=False)),
+        "compiled": gradient(compiled),
+        "create_graph": gradient(frozen, create_graph=True).detach(),
+        "add": gradient(lambda x: ADD_OPS[op](x, None, weight, eps=1e-5, stats_grad=False)[0]),
+        "torch.func": torch.func.vjp(frozen, x.detach())[1](grad_output)[0],
+        "reference": gradient(
+            lambda x: reference.norm(x, weight, None, (16,), 1e-5, 0.0, op == "rms_norm", None, stats_grad=False)),
+    }  # fmt: skip
+    for way, found in ways.items():
+        torch.testing.assert_close(found, wanted, msg=way)
+
+
+# ---- activation ------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"), "silu": F.silu}
+
+
+@on_devices("op,activation,dtype", [(op, a, dtype) for op in OPS for a in ACTIVATIONS for dtype in (bf16, fp32, fp64)])
+def test_activation(device, op, activation, dtype):
+    """activation of the unrounded norm, rounded once: against fp64, plain and with a residual"""
+    case = Case((19, 77), op=op, dtype=dtype)
+    inputs = make_inputs(case, device)
+    wide = [t.double().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
+    truth = ACTIVATIONS[activation](reference.norm(*wide, (77,), case.eps, 0.0, op == "rms_norm", None))
+    truths = [truth, *torch.autograd.grad(truth, wide, inputs.grad_output.double())]
+    eps = torch.finfo(dtype).eps if dtype != fp64 else 1e-12
+    for norm in (
+        lambda x, *parameters: OPS[op](x, *parameters, case.eps, activation=activation),
+        lambda x, *parameters: ADD_OPS[op](x, None, *parameters, case.eps, activation=activation)[0],
+    ):
+        leaves = [t.detach().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
+        y = norm(*leaves)
+        assert y.dtype == dtype
+        for found, wanted in zip((y, *torch.autograd.grad(y, leaves, inputs.grad_output)), truths, strict=True):
+            # of fp32, whose functions are some units off
+            rtol, unit = (16 * eps if dtype == fp32 else eps), (4e-6 if dtype != fp64 else eps)
+            torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
+
+
+@on_devices("op", OPS)
+def test_activation_gradcheck(device, op):
+    """gradcheck and gradgradcheck"""
+    tensors = [torch.randn(*shape, device=device, dtype=fp64, requires_grad=True) for shape in ((3, 5), (5,), (5,))]
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        assert gradcheck(lambda *t, a=activation: OPS[op](*t, activation=a), tensors)
+        assert gradgradcheck(lambda *t, a=activation: OPS[op](*t, activation=a), tensors)
+    with pytest.raises(ValueError, match="activation must be one of relu, gelu, gelu_tanh, silu, or None, got 'tanh'"):
+        OPS[op](*tensors, activation="tanh")
+
+
+# ---- modulation ------------------------------------------------------------------------------------------------------
+
+ADAPTIVE = {"layer_norm": fused_adaptive_layer_norm, "rms_norm": fused_adaptive_rms_norm}
+MODULATIONS = {"token": (2, 5, 48), "sample": (2, 48), "sample kept": (2, 1, 48), "all": (48,), "position": (1, 5, 48)}
+
+
+def modulated(op, x, scale, shift, gate=None, residual=None):
+    """The definition; scale, shift and gate of x's number of dimensions."""
+    z = x if residual is None else residual + (x if gate is None else gate * x)
+    norm = F.layer_norm(z, x.shape[-1:], eps=1e-5) if op == "layer_norm" else F.rms_norm(z, x.shape[-1:], eps=1e-5)
+    return norm * (1 + scale) + shift, z
+
+
+@on_devices("op,kind,dtype,residual", [
+    (op, kind, dtype, residual) for op in OPS for kind in MODULATIONS
+    for dtype, residual in ((fp32, None), (fp32, fp32), (fp64, fp64), (bf16, None), (bf16, bf16), (bf16, fp32))
+])  # fmt: skip
+def test_modulation(device, op, kind, dtype, residual):
+    """adaptive norms against fp64: y, z and all gradients, twice the same bits"""
+    torch.manual_seed(0)
+
+    def tensor(*shape, dtype=dtype):
+        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    leaves = {"x": tensor(2, 5, 48), "scale": tensor(*MODULATIONS[kind]), "shift": tensor(*MODULATIONS[kind])}
+    if residual:
+        leaves |= {"gate": tensor(*MODULATIONS[kind]), "residual": tensor(2, 5, 48, dtype=residual)}
+    grad_y, grad_z = torch.randn(2, 2, 5, 48, device=device).to(dtype).unbind()
+    grad_z = grad_z.to(residual)
+
+    def results(function, tensors, gradients):
+        outputs = [out for out in function(tensors) if out is not None]
+        found = torch.autograd.grad(outputs, list(tensors.values()), gradients[: len(outputs)])
+        return [out.detach() for out in outputs] + list(found)
+
+    def ours(tensors):
+        found = ADAPTIVE[op](**tensors, eps=1e-5)
+        return found if residual else (found, None)
+
+    def truth(tensors):
+        wide = {name: reference.as_modulation(name, t, tensors["x"], 1) for name, t in tensors.items()}
+        y, z = modulated(op, **wide)
+        return y, z if residual else None
+
+    found, again = (results(ours, leaves, (grad_y, grad_z)) for _ in range(2))
+    doubles = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+    wanted = results(truth, doubles, (grad_y.double(), grad_z.double()))
+    assert found[0].dtype == dtype and (not residual or found[1].dtype == residual)
+    # where z is rounded to 16 bits, so is what is normalized
+    tolerance = {fp64: 1e-10, fp32: 2e-5, bf16: 2e-2}[dtype]
+    for one, two, right in zip(found, again, wanted, strict=True):
+        assert same_bits(one, two)
+        torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance * right.abs().max().item())
+
+
+@on_devices("op", OPS)
+def test_modulation_options(device, op):
+    """gradcheck, compile, weight and bias, no shift (RMSNorm), zero scale and shift: the plain norm"""
+    torch.compiler.reset()
+    norm = ADAPTIVE[op]
+    x, residual = (torch.randn(2, 3, 6, device=device, dtype=fp64, requires_grad=True) for _ in range(2))
+    scale, shift, gate = (torch.randn(2, 6, device=device, dtype=fp64, requires_grad=True) for _ in range(3))
+
+    def call(x, scale, shift, gate, residual):
+        return norm(x, scale, shift, gate=gate, residual=residual, eps=1e-5)
+
+    tensors = (x, scale, shift, gate, residual)
+    assert gradcheck(call, tensors) and gradgradcheck(call, tensors)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), call(*tensors))
+    torch.testing.assert_close(torch.autograd.grad(compiled(*tensors)[0].sin().sum(), tensors),
+                               torch.autograd.grad(call(*tensors)[0].sin().sum(), tensors))  # fmt: skip
+    weight, bias = (torch.randn(6, device=device, dtype=fp64) for _ in range(2))
+    zeros = torch.zeros(6, device=device, dtype=fp64)
+    plain = OPS[op](x, weight, bias, 1e-5)
+    torch.testing.assert_close(norm(x, zeros, zeros, weight=weight, bias=bias, eps=1e-5), plain)
+    if op == "rms_norm":
+        assert same_bits(norm(x, scale, eps=1e-5), norm(x, scale, torch.zeros_like(scale), eps=1e-5))
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_bad_modulations(device, op):
+    """a scale that does not broadcast, a gate without residual: clear errors"""
+    norm, x, row = ADAPTIVE[op], torch.randn(2, 3, 4), ones(4)
+    for shape in ((3, 4), (2, 3), (2, 3, 1), (1,), (2, 2, 4), (2, 1, 1, 4)):
+        for name in ("scale", "shift"):
+            with pytest.raises(RuntimeError, match=rf"{name} must be of x's shape, \[2, 3, 4\].*got \[{shape[0]}"):
+                norm(x, **{"scale": row, "shift": row, name: ones(*shape)})
+    with pytest.raises(ValueError, match="gate needs a residual"):
+        norm(x, row, row, gate=row)
+    with pytest.raises(TypeError, match="scale must be a Tensor, got float"):
+        norm(x, 1.0, row)
+    with pytest.raises(TypeError, match="shift must be of x's dtype"):
+        norm(x, row, row.double())
+    with pytest.raises(RuntimeError, match="scale must be on x's device"):
+        norm(x, row.to("meta"), row)
+
+
+# ---- roundings -------------------------------------------------------------------------------------------------------
+
+
+@on_devices("rounding,dtype,weight_dtype,hidden_size", [
+    (r, d, w, n) for r in ("llama", "gemma") for d, w in ((bf16, bf16), (fp16, fp16), (fp32, fp32), (bf16, fp32))
+    for n in (64, 769, 2048)
+])  # fmt: skip
+def test_rounding(device, rounding, dtype, weight_dtype, hidden_size):
+    """bit-equal to LlamaRMSNorm and GemmaRMSNorm of transformers, alone and after a residual; gradients as theirs"""
+    name = {"llama": "LlamaRMSNorm", "gemma": "GemmaRMSNorm"}[rounding]
+    models = pytest.importorskip(f"transformers.models.{rounding}.modeling_{rounding}")
+    module = getattr(models, name)(hidden_size, eps=1e-6).to(device, weight_dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        module.weight += 0.3 * torch.randn_like(module.weight)
+    options = {"eps": 1e-6, "weight_offset": 1.0 if rounding == "gemma" else 0.0, "rounding": rounding}
+    x = (3 * torch.randn(4, 37, hidden_size, device=device)).to(dtype).requires_grad_()
+    theirs = module(x)
+    ours = OPS["rms_norm"](x, module.weight, out_dtype=theirs.dtype, **options)
+    assert same_bits(ours, theirs)
+    residual = torch.randn_like(x)
+    y, z = fused_add_rms_norm(x, residual, module.weight, out_dtype=theirs.dtype, **options)
+    assert same_bits(z, x + residual) and same_bits(y, module(x + residual))
+    grad_output = torch.randn_like(theirs)
+    leaves = (x, module.weight)
+    for found, wanted in zip(*(torch.autograd.grad(t, leaves, grad_output) for t in (ours, theirs)), strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=0.02 if dtype != fp32 else 1e-5,
+                                   atol=(0.01 if dtype != fp32 else 1e-6) * wanted.abs().max().item())  # fmt: skip
+
+
+@on_devices()
+def test_roundings_differ(device):
+    """the orders are different in 16 bits, also without transformers; a wrong name is an error"""
+    x, weight = torch.randn(64, 256, device=device).to(bf16), torch.randn(256, device=device).to(bf16)
+    by_order = {r: OPS["rms_norm"](x, weight, eps=1e-6, rounding=r) for r in ("torch", "llama", "gemma")}
+    x_hat = (x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(bf16)
+    assert same_bits(by_order["llama"], x_hat * weight) and not torch.equal(by_order["llama"], by_order["torch"])
+    assert (by_order["gemma"] != by_order["torch"]).float().mean() < 0.01
+    for call in (OPS["rms_norm"], lambda *a, **o: fused_add_rms_norm(a[0], None, *a[1:], **o)):
+        with pytest.raises(ValueError, match="rounding must be one of torch, llama, gemma, got 'bert'"):
+            call(x, weight, rounding="bert")
+
+
+# ---- memory_efficient ------------------------------------------------------------------------------------------------
+
+WEIGHTS = {  # name: (weight and bias from noise, whether y tells x)
+    "ones": (lambda n: (1 + 0 * n, 0.5 * n.tanh()), True),
+    "spread": (lambda n: (n.sign() * (0.5 + n.abs()), 0.4 * n.tanh()), True),
+    "a zero": (lambda n: (n.where(n > n.min(), 0 * n), 0 * n), False),
+    "all zero": (lambda n: (0 * n, n), False),
+    "tiny": (lambda n: (1e-36 + 0 * n, 0 * n), False),
+    "large bias": (lambda n: (1 + 0 * n, 100 + n), False),
+}
+
+
+@on_devices("op,name,dtype", [(op, name, dtype) for op in OPS for name in WEIGHTS for dtype in (bf16, fp32)])
+def test_memory_efficient(device, op, name, dtype):
+    """saves y, not x, where the rule allows; else x: right gradients, also for weight 0, tiny, large bias"""
+    noise = torch.randn(130, generator=torch.Generator().manual_seed(1)).to(device)
+    make, tells = WEIGHTS[name]
+    case = Case((23, 130), op=op, dtype=dtype)
+    inputs = make_inputs(case, device)
+    inputs.weight, inputs.bias = (t.to(dtype) for t in make(noise))
+    saved = []
+
+    def efficient(case, x, weight, bias):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+            y = OPS[case.op](x, weight, bias, case.eps, memory_efficient=True)
+        saved.append(("y", y.data_ptr()))
+        return y
+
+    plain, found = run(fused, case, inputs), run(efficient, case, inputs)
+    assert same_bits(plain["y"], found["y"])
+    if uses_kernels(device):
+        assert (inputs.x.data_ptr() in saved) != tells
+        assert (saved[-1][1] in saved[:-1]) == tells
+    if not tells:
+        for key, value in plain.items():
+            assert same_bits(value, found[key]), key
+    check(case, inputs, {name: found[name] for name in ("y", "bias")}, ("y", "bias"))
+    # x_hat is off by up to a unit of y's dtype relative to |x_hat| + |bias / weight| <= |x_hat| + 1
+    for key in ("x", "weight"):
+        limit = 16 * torch.finfo(dtype).eps * plain[key].double().square().mean().sqrt()
+        error = (found[key].double() - plain[key].double()).abs()
+        assert (error <= limit + 4 * torch.finfo(dtype).eps * plain[key].double().abs()).all(), key
+    assert name != "all zero" or found["weight"].any()
+
+
+@on_devices("op", OPS)
+def test_memory_efficient_rule_follows_the_weight(device, op):
+    """a weight changed in place is looked at again"""
+    if not uses_kernels(device):
+        pytest.skip("PyTorch operations save what they save")
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    weight = torch.ones(16, device=device, requires_grad=True)
+
+    def saves_x():
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+            OPS[op](x, weight, memory_efficient=True)
+        return x.data_ptr() in saved
+
+    assert not saves_x()
+    with torch.no_grad():
+        weight[3] = 0
+    assert saves_x()
+    with torch.no_grad():
+        weight.fill_(1)
+    assert not saves_x()
+    with pytest.raises(RuntimeError, match="memory_efficient=True has first derivatives only"):
+        torch.autograd.grad(OPS[op](x, weight, memory_efficient=True).sum(), x, create_graph=True)
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_memory_efficient_refuses(device, op):
+    """together with what it cannot serve: an error"""
+    x, weight = torch.randn(3, 4), ones(4)
+    for options in ({"activation": "relu"}, {"dropout_p": 0.5}, {"out_dtype": fp64}, {"stats_grad": False}):
+        with pytest.raises(ValueError, match="memory_efficient goes with no"):
+            OPS[op](x, weight, memory_efficient=True, **options)
+
+
+# ---- gradients summed into a buffer ----------------------------------------------------------------------------------
+
+
+@on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp16, fp32)])
+def test_accumulate_grad(device, op, dtype):
+    """main_grad receives the fp32 sum over micro-batches, unrounded"""
+    torch.manual_seed(0)
+    weight, bias = (torch.nn.Parameter(torch.randn(96, device=device).to(dtype)) for _ in range(2))
+    for parameter in (weight, bias):
+        parameter.main_grad = torch.full((96,), 0.5, device=device)
+    batches = [torch.randn(40, 96, device=device).to(dtype).requires_grad_() for _ in range(4)]
+    gradients = [torch.randn(40, 96, device=device).to(dtype) for _ in range(4)]
+    for x, gradient in zip(batches, gradients, strict=True):
+        OPS[op](x, weight, bias, accumulate_grad=True).backward(gradient)
+    wide = [t.detach().double().requires_grad_() for t in (torch.cat(batches), weight, bias)]
+    truth = torch.autograd.grad(OPS[op](*wide, eps=1e-5 if op == "layer_norm" else torch.finfo(fp32).eps), wide[1:],
+                                torch.cat(gradients).double())  # fmt: skip
+    for parameter, right in zip((weight, bias), truth, strict=True):
+        torch.testing.assert_close(parameter.main_grad.double(), right + 0.5, rtol=1e-5, atol=1e-4)
+        assert parameter.grad_added_to_main_grad and not parameter.grad.any() and parameter.grad.dtype == dtype
+    plain = OPS[op](batches[0].detach().requires_grad_(), weight, bias)
+    assert same_bits(plain, OPS[op](batches[0], weight, bias, accumulate_grad=True))
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_accumulate_grad_refuses(device, op):
+    """a parameter without a float32 main_grad: an error; a frozen one needs none"""
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.nn.Parameter(ones(4))
+    with pytest.raises(ValueError, match="accumulate_grad needs weight.main_grad, a float32 tensor"):
+        OPS[op](x, weight, accumulate_grad=True)
+    weight.main_grad = ones(4, dtype=fp64)
+    with pytest.raises(ValueError, match="accumulate_grad needs weight.main_grad"):
+        OPS[op](x, weight, accumulate_grad=True)
+    OPS[op](x, weight.detach(), accumulate_grad=True).sum().backward()
+    weight.main_grad = ones(4)
+    with pytest.raises(RuntimeError, match="accumulate_grad=True has first derivatives only"):
+        torch.autograd.grad(OPS[op](x, weight, accumulate_grad=True).sum(), weight, create_graph=True)
+
+
+# ---- modules, Apex's names -------------------------------------------------------------------------------------------
+
+
+@on_devices("cls,torch_cls", [(FusedAddLayerNorm, torch.nn.LayerNorm), (FusedAddRMSNorm, torch.nn.RMSNorm)])
+def test_add_modules(device, cls, torch_cls):
+    """constructor, state_dict, repr, copies, dropout in training only"""
+    op = "layer_norm" if torch_cls is torch.nn.LayerNorm else "rms_norm"
+    module = cls(24, dropout_p=0.5, residual_dtype=fp32, device=device)
+    assert repr(module).endswith("elementwise_affine=True, dropout_p=0.5, residual_dtype=torch.float32)") or (
+        "dropout_p=0.5, residual_dtype=torch.float32" in repr(module)
+    )
+    torch.nn.init.normal_(module.weight)
+    assert list(module.state_dict()) == list(torch_cls(24).state_dict())
+    torch_cls(24).load_state_dict(module.state_dict())
+    x, residual = torch.randn(5, 24, device=device).to(bf16), torch.randn(5, 24, device=device)
+    parameters = (module.weight, getattr(module, "bias", None), module.eps)
+    torch.manual_seed(0)
+    found = module(x, residual)
+    torch.manual_seed(0)
+    for one, two in zip(found, ADD_OPS[op](x, residual, *parameters, dropout_p=0.5), strict=True):
+        assert same_bits(one, two)
+    for twin in (module.eval(), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        y, z = twin(x, None)
+        assert z.dtype == fp32 and same_bits(y, ADD_OPS[op](x, None, *parameters, residual_dtype=fp32)[0])
+    with pytest.raises(ValueError, match="dropout_p must be from 0 to 1"):
+        cls(24, dropout_p=2)
+
+
+@on_devices()
+def test_adaptive_module(device):
+    """no parameters unless asked for; y, or (y, residual_out)"""
+    module = FusedAdaptiveLayerNorm(24, device=device)
+    assert not module.state_dict() and repr(module) == f"FusedAdaptive{torch.nn.LayerNorm(24, 1e-6, False)}"
+    x, scale, shift, gate = (torch.randn(*shape, device=device) for shape in ((2, 5, 24), (2, 24), (2, 24), (2, 24)))
+    assert same_bits(module(x, scale, shift), fused_adaptive_layer_norm(x, scale, shift, eps=1e-6))
+    y, z = FusedAdaptiveLayerNorm(24, eps=1e-5)(x, scale, shift, gate=gate, residual=x)
+    torch.testing.assert_close((y, z), modulated("layer_norm", x, scale[:, None], shift[:, None], gate[:, None], x))
+    assert list(FusedAdaptiveLayerNorm(24, elementwise_affine=True).state_dict()) == ["weight", "bias"]
+
+
+@on_devices("memory_efficient", [(False,), (True,)])
+def test_apex_names(device, memory_efficient):
+    """Apex's classes, functions and Functions, as Megatron and others call them"""
+    torch.manual_seed(0)
+    x = torch.randn(6, 32, device=device, requires_grad=True)
+    truth = {"Layer": F.layer_norm(x, (32,)), "RMS": F.rms_norm(x, (32,), eps=1e-5)}
+    options = {"memory_efficient": memory_efficient}
+    for kind in ("Layer", "RMS"):
+        for prefix in ("", "Mixed"):
+            module = getattr(compat, f"{prefix}Fused{kind}Norm")(32, **options).to(device)
+            torch.testing.assert_close(module(x), truth[kind])
+            mixed = module.to(bf16) if not prefix else module
+            assert mixed(x.bfloat16()).dtype == (bf16 if not prefix else fp32)
+            assert list(module.state_dict()) == (["weight", "bias"] if kind == "Layer" else ["weight"])
+    with pytest.raises(RuntimeError, match="elementwise_affine must be True"):
+        compat.MixedFusedLayerNorm(32, elementwise_affine=False)
+    fast = compat.FastLayerNorm(32, 1e-5, memory_efficient).to(device)
+    torch.testing.assert_close(fast(x), truth["Layer"])
+    weight, bias = torch.ones(32, device=device, requires_grad=True), torch.zeros(32, device=device, requires_grad=True)
+    layer, rms = truth["Layer"], truth["RMS"]
+    for found, wanted in (
+        (compat.FastLayerNormFN.apply(x, weight, bias, 1e-5, memory_efficient), layer),
+        (compat.FusedLayerNormAffineFunction.apply(x, weight, bias, (32,), 1e-5, memory_efficient), layer),
+        (compat.FusedLayerNormFunction.apply(x, (32,), 1e-5), layer),
+        (compat.FusedLayerNormAffineMixedDtypesFunction.apply(x, weight, bias, (32,), 1e-5), layer),
+        (compat.FusedRMSNormAffineFunction.apply(x, weight, (32,), 1e-5, memory_efficient), rms),
+        (compat.FusedRMSNormFunction.apply(x, (32,), 1e-5), rms),
+        (compat.FusedRMSNormAffineMixedDtypesFunction.apply(x, weight, (32,), 1e-5), rms),
+        (compat.fused_layer_norm_affine(x, weight, bias, 32, 1e-5), layer),
+        (compat.fused_layer_norm(x, (32,), eps=1e-5), layer),
+        (compat.fused_rms_norm_affine(x, weight, (32,), 1e-5), rms),
+        (compat.fused_rms_norm(x, (32,), 1e-5), rms),
+        (compat.mixed_dtype_fused_layer_norm_affine(x, weight, bias, (32,), 1e-5), layer),
+        (compat.mixed_dtype_fused_rms_norm_affine(x, weight, (32,), 1e-5), rms),
+    ):
+        torch.testing.assert_close(found, wanted)
+        gradient = torch.randn_like(found)
+        (ours,), (theirs,) = (torch.autograd.grad(t, x, gradient, retain_graph=True) for t in (found, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# ---- the reference backend -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="this run is the reference backend's already")
+def test_on_the_reference_backend():
+    """this file on FUSED_LAYERNORM_BACKEND=reference"""
+    chosen = "cpu and not compile and not (add_values and not 11x131)"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", chosen, "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "FUSED_LAYERNORM_BACKEND": "reference", "CUDA_VISIBLE_DEVICES": "",
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d\d+ passed", done.stdout)
