@@ -203,8 +203,9 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
   const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
 
-  const weight_t* weight = static_cast<const weight_t*>(params.weight) + slice_col + own;
-  const weight_t* bias = static_cast<const weight_t*>(params.bias) + slice_col + own;
+  const auto parameter_at = [&] { return parameters_of(params, row) + slice_col + own; };
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + parameter_at();
+  const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
   if constexpr (kEager || kAdds<AddTo>) wait_for_previous_kernel();
@@ -392,7 +393,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       }
     };
     if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
-      store_by(static_cast<const float*>(params.weight) + own, static_cast<const float*>(params.bias) + own);
+      store_by(static_cast<const float*>(params.weight) + parameter_at(),
+               static_cast<const float*>(params.bias) + parameter_at());
     } else {
       store_by(weight, bias);
     }

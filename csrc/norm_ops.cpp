@@ -206,6 +206,35 @@ struct RowView {
   }
 };
 
+// In how many equal parts the rows have weights of their own: as many as `parameter` has in the dimension that it has
+// more than are normalized. 0: none such.
+int64_t segments_of(const Tensor& parameter, int64_t normalized_ndim) {
+  return parameter.defined() && parameter.dim() > normalized_ndim ? parameter.size(0) : 0;
+}
+
+// Weight and bias of segments as they lie, such as columns of one projection's result, where each segment's begin at
+// multiples of 16 bytes and equally far from the one's before; else copies of which that is true. Returns how far.
+int64_t ready_segments(Tensor& weight, Tensor& bias, at::ScalarType dtype) {
+  const auto stride_of = [&](const Tensor& parameter) -> int64_t {
+    if (!parameter.select(0, 0).is_contiguous() || parameter.scalar_type() != dtype || !is_aligned16(parameter))
+      return -1;
+    return parameter.stride(0) * static_cast<int64_t>(parameter.element_size()) % 16 == 0 ? parameter.stride(0) : -1;
+  };
+  weight = materialized(weight);
+  if (bias.defined()) bias = materialized(bias);
+  const int64_t stride = stride_of(weight);
+  if (stride >= 0 && (!bias.defined() || stride_of(bias) == stride)) return stride;
+  const int64_t segments = weight.size(0), columns = weight.numel() / segments;
+  const int64_t vec = 16 / static_cast<int64_t>(c10::elementSize(dtype)), padded = (columns + vec - 1) / vec * vec;
+  for (Tensor* parameter : {&weight, &bias}) {
+    if (!parameter->defined()) continue;
+    const Tensor copy = empty({segments, padded}, dtype, *parameter);
+    copy.narrow(1, 0, columns).copy_(parameter->reshape({segments, columns}));
+    *parameter = copy;
+  }
+  return padded;
+}
+
 // A parameter as the kernels read it: contiguous, 16-byte aligned, of the given dtype. Copies only where it must.
 Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
   if (!parameter.defined()) return parameter;
@@ -302,8 +331,10 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
   TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
               "x must have shape [*, " + text(shape) + "] to match normalized_shape, got [" + text(x.sizes()) + "]");
-  check_parameter("weight", weight, x, shape);
-  check_parameter("bias", bias, x, shape);
+  const int64_t segments = options.takes_segments ? segments_of(weight, normalized_ndim) : 0;
+  const at::IntArrayRef parameter_shape = segments > 0 && weight.sizes().slice(1) == shape ? weight.sizes() : shape;
+  check_parameter("weight", weight, x, parameter_shape);
+  check_parameter("bias", bias, x, parameter_shape);
   TORCH_CHECK_VALUE(weight.defined() || options.weight_offset == 0.0,
                     "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
                         std::to_string(options.weight_offset));
@@ -323,6 +354,10 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   const Extent extent = extent_of(x, normalized_ndim);
   TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31),
               "normalized_shape must hold fewer than 2**31 elements, got [" + text(shape) + "]");
+  TORCH_CHECK(segments == 0 ||
+                  (extent.rows % segments == 0 && extent.rows < (int64_t{1} << 31) && !(add && add->philox.defined())),
+              "a weight of several rows needs as many equal parts of fewer than 2**31 rows, and no dropout, got " +
+                  std::to_string(segments) + " for " + std::to_string(extent.rows) + " rows");
   const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
   Tensor y = empty(x.sizes(), y_dtype, x), stats, residual_out;
   if (add) residual_out = empty(x.sizes(), z_dtype, x);
@@ -373,8 +408,14 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
   const bool widened = !same_dtype || (like.scalar_type() != z_dtype && !has_add_stage(params, x));
   const at::ScalarType weight_dtype = widened ? at::kFloat : like.scalar_type();
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
+  Tensor ready_weight = weight, ready_bias = bias;
+  if (segments > 0) {
+    params.segments = static_cast<int>(segments);
+    params.weight_stride = ready_segments(ready_weight, ready_bias, weight_dtype);
+  } else {
+    ready_weight = ready_parameter(weight, weight_dtype);
+    ready_bias = ready_parameter(bias, weight_dtype);
+  }
   params.weight = data_or_null(ready_weight);
   params.bias = data_or_null(ready_bias);
   params.weight_dtype = dtype_of(weight_dtype);
@@ -385,7 +426,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
 NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
                             int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
                             bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add) {
+                            const AddGradOptions* add, const NormGradients* into) {
   check_x(x);
   check_normalized_ndim(normalized_ndim, x);
   const auto check_like_x = [&](const char* name, const Tensor& gradient) {
@@ -407,7 +448,18 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   wants_weight = wants_weight && weight.defined();
 
   const DeviceScope scope(x);
-  const at::IntArrayRef shape = x.sizes().slice(x.dim() - normalized_ndim);
+  const int64_t segments = segments_of(weight, normalized_ndim);
+  TORCH_CHECK(segments == 0 || extent.rows % segments == 0, "weight must be forward's");
+  const at::IntArrayRef shape = segments > 0 ? weight.sizes() : x.sizes().slice(x.dim() - normalized_ndim);
+  if (into) {
+    const auto check_into = [&](const char* name, const Tensor& sum) {
+      TORCH_CHECK(sum.defined() && sum.sizes() == shape && sum.scalar_type() == at::kFloat && sum.is_contiguous() &&
+                      sum.device() == x.device(),
+                  std::string(name) + " must be added to a contiguous float32 tensor of its shape on x's device");
+    };
+    if (wants_weight) check_into("grad_weight", into->weight);
+    if (bias_dtype) check_into("grad_bias", into->bias);
+  }
   const Dropout dropout = add ? dropout_of(add->philox, add->dropout_p) : Dropout{};
   const at::ScalarType x_dtype = add ? add->x_dtype : x.scalar_type();
   const bool wants_residual = add && add->residual_dtype;
@@ -416,8 +468,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   if (x.numel() == 0) {  // no rows: the sums over rows are 0
     if (wants_x) gradients.x = empty(x.sizes(), x_dtype, x);
     if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
-    if (wants_weight) gradients.weight = at::zeros(shape, weight.options());
-    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
+    if (wants_weight && !into) gradients.weight = at::zeros(shape, weight.options());
+    if (bias_dtype && !into) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
     return gradients;
   }
 
@@ -429,8 +481,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const at::ScalarType grad_input_dtype = add ? x_dtype : kernel_dtype;
   if (wants_x) gradients.x = empty(x.sizes(), grad_input_dtype, x);
   if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
-  if (wants_weight) gradients.weight = empty(shape, weight.scalar_type(), x);
-  if (bias_dtype) gradients.bias = empty(shape, *bias_dtype, x);
+  if (wants_weight) gradients.weight = into ? into->weight : empty(shape, weight.scalar_type(), x);
+  if (bias_dtype) gradients.bias = into ? into->bias : empty(shape, *bias_dtype, x);
   if (!wants_x && !wants_residual && !wants_weight && !bias_dtype) return gradients;
 
   NormBackwardParams params{};
@@ -448,8 +500,9 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.hidden_size = extent.hidden_size;
   params.weight_offset = weight_offset;
   params.x_dtype = dtype_of(kernel_dtype);
-  params.grad_weight_dtype = dtype_of(weight.defined() ? weight.scalar_type() : kernel_dtype);
-  params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
+  params.grad_weight_dtype = dtype_of(wants_weight ? gradients.weight.scalar_type() : kernel_dtype);
+  params.grad_bias_dtype = dtype_of(bias_dtype ? gradients.bias.scalar_type() : kernel_dtype);
+  params.accumulate = into;
   params.is_rms_norm = is_rms_norm;
   params.stats_grad = stats_grad;
   std::optional<RowView> grad_residual_rows;
@@ -478,7 +531,13 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
                                       : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
                                                                                              : at::kFloat;
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  Tensor ready_weight = weight, no_bias;
+  if (segments > 0) {
+    params.segments = static_cast<int>(segments);
+    params.weight_stride = ready_segments(ready_weight, no_bias, weight_dtype);
+  } else {
+    ready_weight = ready_parameter(weight, weight_dtype);
+  }
   // LayerNorm of one element is 0 and, to the kernels, constant. With frozen statistics it has a slope: as RMSNorm of
   // 0.
   const bool is_zero = !stats_grad && !is_rms_norm && extent.hidden_size == 1;
@@ -496,6 +555,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.weight_dtype = dtype_of(weight_dtype);
   launch(params, x);
   if (wants_x && !add) gradients.x = of_dtype(gradients.x, x.scalar_type());
+  if (into) gradients.weight = gradients.bias = Tensor();
   return gradients;
 }
 

@@ -22,6 +22,9 @@ struct NormOptions {
   bool is_rms_norm;
   std::optional<at::ScalarType> out_dtype;
   bool stats_grad = true;  // false: backward takes mean and rstd for constants
+  // weight and bias may have one dimension more before those of normalized_shape: the rows are as many equal parts,
+  // each with its own.
+  bool takes_segments = false;
 };
 
 // z = residual + dropout(x) is normalized, where forward is given one of these.
@@ -61,11 +64,12 @@ void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
 
 // Only what is wanted is computed: x, weight (with its dtype), and bias where a dtype is given for it. x, weight and
 // stats are forward's; the rows of stats may have any shape. Where the gradients of x and residual are the same values
-// in the same dtype, they are one tensor.
+// in the same dtype, they are one tensor. `into`: fp32 tensors that the wanted gradients of weight and bias are added
+// to; the result then holds none.
 NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                             bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add = nullptr);
+                            const AddGradOptions* add = nullptr, const NormGradients* into = nullptr);
 
 // Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
 at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);

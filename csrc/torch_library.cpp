@@ -24,7 +24,8 @@ NormOperatorResult op_norm_forward(const Tensor& x, const OptionalTensor& weight
                                    std::optional<at::ScalarType> out_dtype, bool stats_grad) {
   check_normalized_ndim(normalized_ndim, x);
   const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                            /*takes_segments=*/true};
   auto [y, stats, unused] =
       norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true);
   return {std::move(y), stats_like_rows(stats, x, leading)};
@@ -49,7 +50,8 @@ AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residua
                                   std::optional<at::ScalarType> residual_dtype) {
   check_normalized_ndim(normalized_ndim, x);
   const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                            /*takes_segments=*/true};
   const AddOptions add{residual.value_or(Tensor()), residual_dtype, philox.value_or(Tensor()), dropout_p};
   auto [y, stats, residual_out] =
       norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
@@ -78,7 +80,7 @@ AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalT
 
 // All arguments are positional: DTensor keeps what it found for a call by these, and not by every keyword. stats holds
 // what norm_forward() says in norm_ops.h. A gradient that is not wanted is an empty tensor; bias_dtype None: not
-// wanted.
+// wanted. A weight [n, *normalized], and a bias likewise, means n equal parts of the rows, each with its own.
 TORCH_LIBRARY(fused_layernorm, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   library.def(

@@ -397,18 +397,67 @@ def _adaptive_norm(
         raise ValueError("gate needs a residual that the product is added to, got residual=None")
     wide = reference.accumulation_dtype(x.dtype)
     scale, shift, gate = (
-        None if t is None else reference.as_modulation(name, t, x, len(shape)).to(wide)
+        None if t is None else reference.as_modulation(name, t, x, len(shape))
         for name, t in (("scale", scale), ("shift", shift), ("gate", gate))
     )
-    z = x
-    if residual is not None:
-        z_dtype = reference.check_add_arguments(x, residual, residual_dtype, 0.0)
-        z = reference.add(x if gate is None else x.to(wide) * gate, residual, z_dtype)
+    z_dtype = x.dtype if residual is None else reference.check_add_arguments(x, residual, residual_dtype, 0.0)
+    y_dtype = out_dtype or x.dtype
+    parts = _parts_of_rows(x, scale, shift, len(shape))
+    if parts is not None and _takes_operator(x, scale, shift, weight, bias, gate, residual, distributed=False):
+        # A norm whose weight is 1 + scale and whose bias is shift
+        scale, shift = (None if t is None else t.expand_as(scale).reshape(*parts, *shape) for t in (scale, shift))
+        offset = 1.0
+        if weight is not None or bias is not None:
+            factor, offset = 1 + scale.to(wide), 0.0
+            scale = factor if weight is None else factor * weight
+            moved = None if bias is None else factor * bias
+            shift = moved if shift is None else shift if moved is None else shift + moved
+        options = (len(shape), eps, offset, is_rms_norm, y_dtype)
+        if gate is None and residual is not None:
+            return _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
+        z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
+        if z.dtype != x.dtype:
+            scale, shift = (None if t is None else t.to(wide) for t in (scale, shift))
+        y = _ops.norm_operator(z, scale, shift, *options)[0]
+    else:
+        z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
             weight, bias = (None if t is None else t.to(z.dtype) for t in (weight, bias))
-    y = _norm(z, weight, bias, shape, eps, 0.0, is_rms_norm, wide, True) * (1 + scale)
-    y = (y if shift is None else y + shift).to(out_dtype or x.dtype)
+        y = _norm(z, weight, bias, shape, eps, 0.0, is_rms_norm, wide, True) * (1 + scale.to(wide))
+        y = (y if shift is None else y + shift.to(wide)).to(y_dtype)
     return y if residual is None else (y, z)
+
+
+# Fewer rows than this that share a scale: the kernels, which keep a weight for all the rows they walk over, gain nothing.
+_ROWS_OF_A_SCALE = 8
+
+
+def _parts_of_rows(x, scale, shift, normalized_ndim):
+    """(n,) where the rows of x are n equal parts, one after the other, that share a scale and shift each, () where all
+    share one; None where it is otherwise, or the parts are too small for the kernels."""
+    leading = x.dim() - normalized_ndim
+    sizes, found = x.shape[:leading], scale.shape[:leading]
+    if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
+        return None
+    parts = 1
+    while parts <= leading and found[leading - parts:].numel() == 1:
+        parts += 1  # of the dimensions, from the last on, along which the scale is one
+    split = leading - (parts - 1)
+    if split == 0:
+        return ()
+    if found[:split] != sizes[:split] or sizes[split:].numel() < _ROWS_OF_A_SCALE or sizes[:split].numel() > 65535:
+        return None
+    return (sizes[:split].numel(),)
+
+
+def _gated_sum(x, gate, residual, dtype):
+    """residual + gate * x, rounded to dtype once."""
+    if gate is None:
+        return reference.add(x, residual, dtype)
+    if x.dtype == residual.dtype == gate.dtype == dtype:
+        return torch.addcmul(residual, x, gate)  # in the accumulation type
+    wide = reference.accumulation_dtype(x.dtype)
+    return reference.add(x.to(wide) * gate.to(wide), residual, dtype)
 
 
 def _as_shape(normalized_shape):
