@@ -339,7 +339,11 @@ def _norm_and_more(
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     reference.check_dropout_p(dropout_p)
     if accumulate_grad:
-        weight, bias = (_into_main_grad(name, t) for name, t in (("weight", weight), ("bias", bias)))
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            _check_main_grad(name, parameter)
+        if not (activation or dropout_p or memory_efficient) and _takes_kernel(x, weight, bias):
+            return NormFunction.apply(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding, True)
+        weight, bias = (_into_main_grad(t) for t in (weight, bias))
     if memory_efficient:
         if activation or dropout_p or rounding != "torch" or not stats_grad or (out_dtype or x.dtype) != x.dtype:
             raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
@@ -491,14 +495,17 @@ def _dropout(x, philox, normalized_ndim, dropout_p, dtype):
     return DropoutFunction.apply(x, philox, normalized_ndim, dropout_p, dtype)
 
 
-def _into_main_grad(name, parameter):
-    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
+def _check_main_grad(name, parameter):
     if parameter is None or not parameter.requires_grad:
-        return parameter
+        return
     buffer = getattr(parameter, "main_grad", None)
     if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32 or buffer.shape != parameter.shape:
         raise ValueError(f"accumulate_grad needs {name}.main_grad, a float32 tensor of {name}'s shape")
-    return MainGradFunction.apply(parameter)
+
+
+def _into_main_grad(parameter):
+    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
+    return parameter if parameter is None or not parameter.requires_grad else MainGradFunction.apply(parameter)
 
 
 def _only_first_derivatives(option):
@@ -518,10 +525,14 @@ class MainGradFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         _only_first_derivatives("accumulate_grad")
-        parameter = ctx.parameter
-        parameter.main_grad.add_(grad_output)
-        parameter.grad_added_to_main_grad = True
-        return torch.zeros_like(parameter)
+        ctx.parameter.main_grad.add_(grad_output)
+        return _added_to_main_grad(ctx.parameter)
+
+
+def _added_to_main_grad(parameter):
+    """Says so on the parameter; returns what autograd is given for its gradient."""
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros_like(parameter)
 
 
 def _memory_efficient_norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm):
@@ -653,7 +664,9 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
-                rounding):  # fmt: skip
+                rounding, accumulate_grad=False):  # fmt: skip
+        # The objects themselves, whose attributes are meant
+        ctx.parameters = (weight, bias) if accumulate_grad else None
         options = (normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
         if rounding == "torch":
             y, stats = _ops.norm_forward(x, weight, bias, *options, True, stats_grad)
@@ -671,11 +684,23 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:
-            return (None,) * 10
+            return (None,) * 11
         x, weight, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         bias_dtype = ctx.bias_dtype if wants_bias else None
-        if torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
+        if ctx.parameters:
+            _only_first_derivatives("accumulate_grad")
+            wanted = [t if wants else None for t, wants in zip(ctx.parameters, (wants_weight, wants_bias), strict=True)]
+            sums = [None if t is None else t.main_grad.contiguous() for t in wanted]
+            grad_x, _, _ = _ops.norm_backward(
+                grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
+                wants_x, wants_weight, bias_dtype, ctx.stats_grad, *sums,
+            )  # fmt: skip
+            for parameter, total in zip(wanted, sums, strict=True):
+                if parameter is not None and total is not parameter.main_grad:  # which is not contiguous
+                    parameter.main_grad.copy_(total)
+            grad_weight, grad_bias = (None if t is None else _added_to_main_grad(t) for t in wanted)
+        elif torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
             grad_x, grad_weight, grad_bias = _differentiable_backward(
                 grad_output, x, weight, ctx.normalized_ndim, ctx.eps, ctx.weight_offset, ctx.is_rms_norm, bias_dtype,
                 ctx.stats_grad,
@@ -686,4 +711,4 @@ class NormFunction(torch.autograd.Function):
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
                 wants_x, wants_weight, bias_dtype, ctx.stats_grad,
             )  # fmt: skip
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *[None] * 8

@@ -789,6 +789,88 @@ def test_modulation(device, op, kind, dtype, residual):
         torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance * right.abs().max().item())
 
 
+PARTS = [(3, 37, 768), (3, 37, 77), (2, 9, 1), (300, 8, 16), (5, 16, 260), (2, 8, 12345)]
+CUDA_PARTS = [(3, 37, n) for n in (8, 128, 256, 769, 1024, 1536, 2048, 2056, 3072, 4096, 4097, 5120, 8192, 16384)]
+CUDA_PARTS += [(2, 8, n) for n in (24576, 65536, 131072, 262152)]
+CUDA_PARTS += [(2, 3000, 1024), (600, 8, 512), (140, 64, 4096), (3, 700, 8192), (70000, 8, 8)]
+
+
+@on_devices("op,dtype,residual,parts", [
+    (op, dtype, residual, parts) for op in OPS for dtype, residual in ((bf16, None), (fp32, None), (bf16, fp32))
+    for parts in PARTS
+] + [(op, fp64, None, (3, 9, 40)) for op in OPS])  # fmt: skip
+def test_modulated_parts(device, op, dtype, residual, parts):
+    modulated_parts(device, op, dtype, residual, parts)
+
+
+@on_devices("op,dtype,residual,parts", [
+    (op, dtype, residual, parts) for op in OPS for dtype, residual in ((bf16, None), (fp32, None), (bf16, fp32))
+    for parts in CUDA_PARTS
+], devices=("cuda",))  # fmt: skip
+def test_modulated_parts_of_many_sizes(device, op, dtype, residual, parts):
+    modulated_parts(device, op, dtype, residual, parts)
+
+
+def modulated_parts(device, op, dtype, residual_dtype, parts):
+    """scale and shift for each sample, columns of one projection: the bits of a plain norm with weight 1 + scale for
+    each sample, where there is one; gradients of scale and shift are that norm's up to the order of their sums"""
+    torch.manual_seed(0)
+    n, tokens, hidden_size = parts
+    x, grad_y = (torch.randn(n, tokens, hidden_size, device=device).to(dtype) for _ in range(2))
+    both = torch.randn(n, 2 * hidden_size, device=device).to(dtype)
+    inputs = [t.requires_grad_() for t in (x, *both.chunk(2, 1))]
+    residual = None if residual_dtype is None else torch.randn_like(x, dtype=residual_dtype)
+
+    def one(x, scale, shift, residual):
+        """Of one sample, by the norms that have no modulation."""
+        if residual is None:
+            return OPS[op](x, scale, shift, 1e-5, weight_offset=1.0)
+        return ADD_OPS[op](x, residual, scale, shift, 1e-5, weight_offset=1.0)[0]
+
+    y = ADAPTIVE[op](*inputs, residual=residual, eps=1e-5)
+    y = y if residual is None else y[0]
+    found = torch.autograd.grad(y, inputs, grad_y)
+    picked = range(n) if n < 10 else (0, n // 2, n - 1)
+    for i in picked:
+        leaves = [t[i].detach().requires_grad_() for t in inputs]
+        plain = one(*leaves, None if residual is None else residual[i])
+        grad_x, *wanted = torch.autograd.grad(plain, leaves, grad_y[i])
+        assert same_bits(y[i], plain) and same_bits(found[0][i], grad_x)
+        for got, right in zip(found[1:], wanted, strict=True):
+            # the sums differ by rounding of fp32 (fp64), and of the result
+            eps = max(torch.finfo(dtype).eps, torch.finfo(fp32).eps if dtype != fp64 else 0)
+            size = grad_y[i].double().abs().sum(0).max().item()
+            assert (got[i].double() - right.double()).abs().max() <= eps * (right.double().abs().max() + 4 * size)
+    again = torch.autograd.grad(ADAPTIVE[op](*inputs, residual=residual, eps=1e-5) if residual is None else
+                                ADAPTIVE[op](*inputs, residual=residual, eps=1e-5)[0], inputs, grad_y)  # fmt: skip
+    assert all(same_bits(a, b) for a, b in zip(found, again, strict=True))
+
+
+@on_devices("op", OPS)
+def test_modulated_parts_as_operator(device, op):
+    """the operator with a weight for each part of the rows: opcheck, compile, double backward, what it refuses"""
+    if not _ops.has_stages(device):
+        pytest.skip("no kernels here")
+    torch.compiler.reset()
+    x = torch.randn(2, 9, 16, device=device, requires_grad=True)
+    weight, bias = (torch.randn(2, 16, device=device, requires_grad=True) for _ in range(2))
+    options = (1, 1e-5, 1.0, op == "rms_norm")
+    torch.library.opcheck(_ops.norm_operator, (x, weight, bias, *options))
+    compiled = torch.compile(ADAPTIVE[op], backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(x, weight, bias), ADAPTIVE[op](x, weight, bias))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    assert gradgradcheck(ADAPTIVE[op], wide)
+    for bad in (
+        torch.ones(4, 16, device=device),
+        torch.ones(2, 2, 16, device=device),
+        torch.ones(2, 15, device=device),
+    ):
+        with pytest.raises(RuntimeError, match="weight"):
+            _ops.norm_operator(x.detach(), bad, None, *options)
+    with pytest.raises(RuntimeError, match="weight must have the shape of normalized_shape"):
+        OPS[op](x, weight, normalized_shape=16)
+
+
 @on_devices("op", OPS)
 def test_modulation_options(device, op):
     """gradcheck, compile, weight and bias, no shift (RMSNorm), zero scale and shift: the plain norm"""
