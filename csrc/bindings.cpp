@@ -148,6 +148,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("x"), py::arg("weight"), py::arg("stats"), py::arg("normalized_ndim"), py::arg("weight_offset"),
              py::arg("is_rms_norm"), py::arg("wants_x"), py::arg("wants_weight"), py::arg("bias_dtype"),
              py::arg("stats_grad"), py::arg("weight_sum") = std::nullopt, py::arg("bias_sum") = std::nullopt);
+  module.def(
+      "recover_x",
+      [](const at::Tensor& y, const fln::OptionalTensor& weight, const fln::OptionalTensor& bias,
+         const at::Tensor& stats, int64_t normalized_ndim, double weight_offset) {
+        return fln::recover_x(y, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()), stats, normalized_ndim,
+                              weight_offset);
+      },
+      py::call_guard<py::gil_scoped_release>());
   module.def("set_differentiable_backward",
              [](py::function function) { fln::set_differentiable_backward(function.ptr()); });
   module.def("take_no_cuda_tensors", &fln::take_no_cuda_tensors);

@@ -2,6 +2,7 @@
 // formulas.
 #pragma once
 
+#include "activation.cuh"
 #include "add_rows.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
@@ -142,7 +143,7 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
     z[v] = pack<scalar_t>(values);
-    store_raw(residual_out + v * kStep, z[v]);
+    if (stage.residual_out) store_raw(residual_out + v * kStep, z[v]);
   };
   if (stage.dropout.philox) {
     const RowDropout dropout(stage.dropout, row);
@@ -372,6 +373,10 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+        if constexpr (kAdds<AddTo>) {
+          activate(values, add_to.after.activation);
+          if (add_to.after.dropout.philox) RowDropout(add_to.after.dropout, row).apply(values, own + skip);
+        }
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
         } else if constexpr (kStaged) {

@@ -1,5 +1,6 @@
 // The norm of z = residual + dropout(x), forward: as one kernel, or, for types and sizes that has_add_stage_cuda() says
 // no to, as one that makes z and the plain norm of it. And the two operations beside the norm on their own.
+#include "activation.cuh"
 #include "dispatch.cuh"
 #include "forward_kernel.cuh"
 #include "launch_plan.h"
@@ -66,6 +67,84 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
+// Of a row: the norm before what comes after it, from x and the statistics that forward saved.
+template <typename acc_t>
+struct RowAgain {
+  const NormForwardParams& params;
+  int64_t row;
+  acc_t rstd, mean = 0, mean_tail = 0;
+
+  __device__ RowAgain(const NormForwardParams& params, int64_t row) : params(params), row(row) {
+    rstd = static_cast<const acc_t*>(params.rstd)[row];
+    if (!params.mean) return;
+    mean = static_cast<const acc_t*>(params.mean)[row];
+    mean_tail = static_cast<const acc_t*>(params.mean_tail)[row];
+  }
+  __device__ void affine(acc_t (&weight)[4], acc_t (&bias)[4], int64_t col, int count) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weight[i] = 1, bias[i] = 0;
+    if (params.weight) load_vec_as<4>(weight, params.weight, params.weight_dtype, col, count);
+    if (params.bias) load_vec_as<4>(bias, params.bias, params.weight_dtype, col, count);
+    if (!params.weight) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
+  }
+  __device__ void norm(acc_t (&values)[4], int64_t col, int count) const {
+    acc_t weight[4], bias[4];
+    load_vec_as<4>(values, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
+    affine(weight, bias, col, count);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = fma(((values[i] - mean) - mean_tail) * rstd, weight[i], bias[i]);
+  }
+};
+
+template <typename acc_t>
+__device__ __forceinline__ void drop(acc_t (&values)[4], const Dropout& dropout, int64_t row, int64_t col) {
+  if (dropout.philox) RowDropout(dropout, row).apply(values, col);
+}
+
+// Where the norm's kernel has no store stage: over the y that it has written.
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    after_norm_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ AfterNorm after) {
+  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t values[4];
+    RowAgain<acc_t>(params, row).norm(values, col, count);
+    activate(values, after.activation);
+    drop(values, after.dropout, row, col);
+    store_quad(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
+  });
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    after_norm_grad_kernel(const __grid_constant__ NormForwardParams params,
+                           const __grid_constant__ AfterNormGradParams after) {
+  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t grad[4], values[4];
+    load_vec_as<4>(grad, after.grad_output, params.y_dtype, after.grad_output_strides.offset(row) + col, count);
+    drop(grad, after.after.dropout, row, col);
+    if (after.after.activation != Activation::kNone) {
+      RowAgain<acc_t>(params, row).norm(values, col, count);
+      activate_backward(grad, values, after.after.activation);
+    }
+    store_quad(after.grad, params.y_dtype, row * params.hidden_size + col, grad, count);
+  });
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads) recover_kernel(const __grid_constant__ NormForwardParams params) {
+  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+    const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
+    acc_t values[4], weight[4], bias[4];
+    load_vec_as<4>(values, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
+    RowAgain<acc_t>(params, row).affine(weight, bias, col, count);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = (values[i] - bias[i]) / (weight[i] * rstd);
+    store_quad(params.y, params.x_dtype, row * params.hidden_size + col, values, count);
+  });
+}
+
 __global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid_constant__ DropoutMaskParams params) {
   const Dropout& dropout = params.dropout;
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
@@ -123,10 +202,11 @@ cudaError_t launch_add(const NormForwardParams& params, cudaStream_t stream) {
 
 NormForwardParams norm_of_z(const NormForwardParams& params) {
   NormForwardParams of_z = params;
+  of_z.add = nullptr;
+  if (!params.add->residual_out) return of_z;
   of_z.x = params.add->residual_out;
   of_z.x_dtype = params.add->residual_out_dtype;
   of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
-  of_z.add = nullptr;
   return of_z;
 }
 
@@ -145,15 +225,33 @@ cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t str
     return launch_add<typename decltype(types)::scalar_t, typename decltype(types)::weight_t>(params, stream);
   });
   if (launched != cudaErrorNotSupported) return launched;
-  const auto kernel = params.x_dtype == DType::kFloat64 ? add_kernel<double> : add_kernel<float>;
-  const cudaError_t error = launch_quads(kernel, params.rows, params.hidden_size, stream, params, *params.add);
-  if (error != cudaSuccess) return error;
-  return static_cast<cudaError_t>(launch_norm_forward_cuda(norm_of_z(params), stream));
+  const bool is_double = params.x_dtype == DType::kFloat64;
+  cudaError_t error = cudaSuccess;
+  if (params.add->residual_out)
+    error = launch_quads(is_double ? add_kernel<double> : add_kernel<float>, params.rows, params.hidden_size, stream,
+                         params, *params.add);
+  const NormForwardParams norm = norm_of_z(params);
+  if (error == cudaSuccess) error = static_cast<cudaError_t>(launch_norm_forward_cuda(norm, stream));
+  if (error != cudaSuccess || !params.add->after.is_there()) return error;
+  return launch_quads(is_double ? after_norm_kernel<double> : after_norm_kernel<float>, params.rows, params.hidden_size,
+                      stream, norm, params.add->after);
 }
 
 cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream) {
   const auto kernel = params.x_dtype == DType::kFloat64 ? add_grad_kernel<double> : add_grad_kernel<float>;
   return launch_quads(kernel, params.rows, params.hidden_size, stream, params, *params.add, grad_norm);
+}
+
+int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after,
+                                CUstream_st* stream) {
+  const bool is_double = params.x_dtype == DType::kFloat64;
+  return launch_quads(is_double ? after_norm_grad_kernel<double> : after_norm_grad_kernel<float>, params.rows,
+                      params.hidden_size, stream, params, after);
+}
+
+int launch_recover_cuda(const NormForwardParams& params, CUstream_st* stream) {
+  const auto kernel = params.x_dtype == DType::kFloat64 ? recover_kernel<double> : recover_kernel<float>;
+  return launch_quads(kernel, params.rows, params.hidden_size, stream, params);
 }
 
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream) {

@@ -247,6 +247,13 @@ Dropout dropout_of(const Tensor& philox, double p) {
           dropout_scale(p)};
 }
 
+AfterNorm after_of(const AfterOptions& after, const Tensor& x) {
+  check_dropout(after.philox, after.dropout_p, x.device());
+  TORCH_CHECK(after.activation >= 0 && after.activation <= static_cast<int64_t>(Activation::kSilu) && x.is_cuda(),
+              "an activation or dropout of y needs CUDA tensors, and one of the activations there are");
+  return {static_cast<Activation>(after.activation), dropout_of(after.philox, after.dropout_p)};
+}
+
 // Whether a kernel reads what surrounds the norm together with it, or there is nothing around it.
 template <class Params>
 bool has_add_stage(const Params& params, const Tensor& x) {
@@ -321,7 +328,7 @@ void check_normalized_ndim(int64_t normalized_ndim, const Tensor& x) {
 }
 
 NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const NormOptions& options,
-                         bool save_stats, const AddOptions* add) {
+                         bool save_stats, const AddOptions* add, const AfterOptions* after) {
   check_x(x);
   TORCH_CHECK_VALUE(options.normalized_shape || weight.defined() || bias.defined(),
                     "normalized_shape is needed when neither weight nor bias is given");
@@ -387,9 +394,14 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   params.is_rms_norm = options.is_rms_norm;
   std::optional<RowView> residual_rows;
   AddStage stage;
-  if (add) {
+  if (add || after) {
     stage = {};
     stage.residual_strides = RowStrides{extent.rows, 0, 0};
+    stage.residual_dtype = stage.residual_out_dtype = params.x_dtype;
+    params.add = &stage;
+  }
+  if (after) stage.after = after_of(*after, x);
+  if (add) {
     if (add->residual.defined()) {
       residual_rows.emplace(add->residual, normalized_ndim, extent);
       stage.residual = residual_rows->tensor.const_data_ptr();
@@ -399,7 +411,6 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
     stage.residual_dtype = dtype_of(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
     stage.residual_out_dtype = dtype_of(z_dtype);
     stage.dropout = dropout_of(add->philox, add->dropout_p);
-    params.add = &stage;
   }
 
   // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing. So are those
@@ -557,6 +568,106 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   if (wants_x && !add) gradients.x = of_dtype(gradients.x, x.scalar_type());
   if (into) gradients.weight = gradients.bias = Tensor();
   return gradients;
+}
+
+namespace {
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+// What the operations beside backward are told of the norm. `x`: the tensor whose rows they read.
+struct NormAgain {
+  NormForwardParams params{};
+  RowView rows;
+  Tensor weight, bias;
+
+  NormAgain(const Tensor& x, const Tensor& given_weight, const Tensor& given_bias, const Tensor& stats,
+            int64_t normalized_ndim, double weight_offset, bool is_rms_norm)
+      : rows(x, normalized_ndim, extent_of(x, normalized_ndim)) {
+    const Extent extent = extent_of(x, normalized_ndim);
+    TORCH_CHECK(x.is_cuda() && is_supported(x.scalar_type()) && stats.is_contiguous() && stats.device() == x.device() &&
+                    stats.scalar_type() == accumulation_type(x.scalar_type()) &&
+                    stats.numel() >= extent.rows * (is_rms_norm ? 1 : 3),
+                "stats must be what norm_forward returned, of CUDA tensors");
+    const bool wide =
+        given_weight.defined() && given_bias.defined() && given_weight.scalar_type() != given_bias.scalar_type();
+    const Tensor& like = given_weight.defined() ? given_weight : given_bias.defined() ? given_bias : x;
+    const at::ScalarType dtype = wide ? accumulation_type(x.scalar_type()) : like.scalar_type();
+    for (const Tensor& parameter : {std::cref(given_weight), std::cref(given_bias)})
+      TORCH_CHECK(!parameter.defined() || (parameter.numel() == extent.hidden_size && parameter.device() == x.device()),
+                  "weight and bias must be forward's");
+    weight = ready_parameter(given_weight, dtype);
+    bias = ready_parameter(given_bias, dtype);
+    params.x = rows.tensor.const_data_ptr();
+    params.weight = data_or_null(weight);
+    params.bias = data_or_null(bias);
+    char* base = static_cast<char*>(const_cast<void*>(stats.const_data_ptr()));  // read only
+    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
+    params.rstd = base;
+    if (!is_rms_norm) {
+      params.mean = base + row_bytes;
+      params.mean_tail = base + 2 * row_bytes;
+    }
+    params.x_strides = rows.strides;
+    params.rows = extent.rows;
+    params.hidden_size = extent.hidden_size;
+    params.weight_offset = weight_offset;
+    params.x_dtype = dtype_of(x.scalar_type());
+    params.weight_dtype = dtype_of(dtype);
+    params.y_dtype = params.x_dtype;
+    params.is_rms_norm = is_rms_norm;
+  }
+};
+#endif
+
+}  // namespace
+
+Tensor after_norm_grad(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                       const Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
+                       const AfterOptions& after) {
+  check_normalized_ndim(normalized_ndim, x);
+  check_supported("grad_output", grad_output.scalar_type());
+  TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
+              "grad_output must have x's shape and device");
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  const DeviceScope scope(x);
+  const AfterNorm after_norm = after_of(after, x);
+  // Beside fp64 all is fp64
+  const bool is_double = x.scalar_type() == at::kDouble || grad_output.scalar_type() == at::kDouble;
+  const Tensor wide_grad = is_double ? of_dtype(grad_output, at::kDouble) : grad_output;
+  Tensor grad = empty(x.sizes(), wide_grad.scalar_type(), x);
+  if (x.numel() == 0) return grad;
+  const auto as_wide = [&](const Tensor& t) { return is_double && t.defined() ? of_dtype(t, at::kDouble) : t; };
+  NormAgain norm(as_wide(x), as_wide(weight), as_wide(bias), as_wide(stats), normalized_ndim, weight_offset,
+                 is_rms_norm);
+  const RowView grad_rows(wide_grad, normalized_ndim, extent_of(x, normalized_ndim));
+  norm.params.y_dtype = dtype_of(grad.scalar_type());
+  const AfterNormGradParams params{grad_rows.tensor.const_data_ptr(), grad.mutable_data_ptr(), grad_rows.strides,
+                                   after_norm};
+  C10_CUDA_CHECK(static_cast<cudaError_t>(
+      launch_after_norm_grad_cuda(norm.params, params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+  return grad;
+#else
+  (void)weight, (void)bias, (void)stats, (void)weight_offset, (void)is_rms_norm;
+  after_of(after, x);  // raises
+  return {};
+#endif
+}
+
+Tensor recover_x(const Tensor& y, const Tensor& weight, const Tensor& bias, const Tensor& stats,
+                 int64_t normalized_ndim, double weight_offset) {
+  check_normalized_ndim(normalized_ndim, y);
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  const DeviceScope scope(y);
+  Tensor x = empty(y.sizes(), y.scalar_type(), y);
+  if (x.numel() == 0) return x;
+  NormAgain norm(y, weight, bias, stats, normalized_ndim, weight_offset, /*is_rms_norm=*/true);
+  norm.params.y = x.mutable_data_ptr();
+  C10_CUDA_CHECK(
+      static_cast<cudaError_t>(launch_recover_cuda(norm.params, c10::cuda::getCurrentCUDAStream(y.get_device()))));
+  return x;
+#else
+  (void)weight, (void)bias, (void)stats, (void)weight_offset;
+  TORCH_CHECK(false, "recover_x needs CUDA tensors");
+#endif
 }
 
 Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {

@@ -35,6 +35,13 @@ struct AddOptions {
   double dropout_p;
 };
 
+// y = dropout(activation(norm(x))) is the result, where forward is given one of these. CUDA only.
+struct AfterOptions {
+  int64_t activation;  // an Activation of norm_params.h
+  at::Tensor philox;
+  double dropout_p;
+};
+
 struct NormResults {
   at::Tensor y, stats, residual_out;
 };
@@ -45,7 +52,8 @@ at::ScalarType accumulation_type(at::ScalarType dtype);
 // stats, wanted for backward, holds one row of [rows] values for RMSNorm (rstd) and three for LayerNorm (rstd, mean,
 // mean_tail), in one allocation; undefined when save_stats is false. residual_out is z; undefined without `add`.
 NormResults norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                         const NormOptions& options, bool save_stats, const AddOptions* add = nullptr);
+                         const NormOptions& options, bool save_stats, const AddOptions* add = nullptr,
+                         const AfterOptions* after = nullptr);
 
 struct NormGradients {
   at::Tensor x, weight, bias, residual;
@@ -70,6 +78,15 @@ NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, 
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                             bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
                             const AddGradOptions* add = nullptr, const NormGradients* into = nullptr);
+
+// The gradient of the norm from that of what is after it, of grad_output's dtype: the rest is norm_backward().
+at::Tensor after_norm_grad(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
+                           const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
+                           double weight_offset, bool is_rms_norm, const AfterOptions& after);
+
+// x - mean, rounded to y's dtype, from y and forward's statistics.
+at::Tensor recover_x(const at::Tensor& y, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& stats,
+                     int64_t normalized_ndim, double weight_offset);
 
 // Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
 at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);

@@ -48,15 +48,26 @@ struct Dropout {
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
+// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). In the order of
+// fused_layernorm/functional.py.
+enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+struct AfterNorm {
+  Activation activation;
+  Dropout dropout;
+
+  FLN_HOST_DEVICE bool is_there() const { return activation != Activation::kNone || dropout.philox; }
+};
+
 // Forward's load stage: z = residual + keep * dropout_scale * x in the accumulation type, rounded once to
 // residual_out's type; the rounded z is what is normalized. A dropped element counts as 0, also where x is not finite.
 struct AddStage {
   const void* residual;  // [rows, hidden_size], elements of one row adjacent, or nullptr: 0
-  void* residual_out;    // z, [rows, hidden_size], contiguous, 16-byte aligned
+  void* residual_out;    // z, [rows, hidden_size], contiguous, 16-byte aligned; nullptr: not wanted, as z is x
   RowStrides residual_strides;
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; statistics, and what backward calls x, are of this type
   Dropout dropout;
+  AfterNorm after;  // on CUDA only
 };
 
 // Backward's store stage: grad_z = (wdy - x_hat * c1 - c2) * rstd + grad_residual_out, in the accumulation type, then
@@ -139,6 +150,15 @@ struct NormBackwardParams {
   const AddGradStage* add;  // in the host's memory; nullptr: forward had none
 };
 
+// Operations of their own beside the kernels of backward, on CUDA only, from what forward was told and saved. Elements
+// of one row of all tensors are adjacent.
+struct AfterNormGradParams {
+  const void* grad_output;  // [rows, hidden_size], of y_dtype
+  void* grad;               // [rows, hidden_size], of y_dtype: of the norm itself
+  RowStrides grad_output_strides;
+  AfterNorm after;
+};
+
 // keep(...) of every element as bytes of 0 and 1.
 struct DropoutMaskParams {
   uint8_t* mask;  // [rows, hidden_size], contiguous
@@ -214,6 +234,9 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
 bool has_add_stage_cuda(const NormForwardParams& params);
 bool has_add_stage_cuda(const NormBackwardParams& params);
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
+int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after, CUstream_st* stream);
+// x - mean from y, for backward with a mean of 0: into params.y, of x_dtype, from params.x, which is forward's y.
+int launch_recover_cuda(const NormForwardParams& params, CUstream_st* stream);
 
 void launch_norm_forward_cpu(const NormForwardParams& params);
 void launch_norm_backward_cpu(const NormBackwardParams& params);

@@ -43,6 +43,29 @@ NormOperatorGradients op_norm_backward(const Tensor& grad_output, const Tensor& 
   return {or_empty(found.x), or_empty(found.weight), or_empty(found.bias)};
 }
 
+NormOperatorResult op_after_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                         const OptionalTensor& philox, int64_t normalized_ndim, double eps,
+                                         double weight_offset, bool is_rms_norm,
+                                         std::optional<at::ScalarType> out_dtype, int64_t activation,
+                                         double dropout_p) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype};
+  const AfterOptions after{activation, philox.value_or(Tensor()), dropout_p};
+  auto [y, stats, unused] = norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options,
+                                         /*save_stats=*/true, nullptr, &after);
+  return {std::move(y), stats_like_rows(stats, x, leading)};
+}
+
+Tensor op_after_norm_grad(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
+                          const OptionalTensor& bias, const Tensor& stats, const OptionalTensor& philox,
+                          int64_t normalized_ndim, double weight_offset, bool is_rms_norm, int64_t activation,
+                          double dropout_p) {
+  return after_norm_grad(grad_output, x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats.contiguous(),
+                         normalized_ndim, weight_offset, is_rms_norm,
+                         {activation, philox.value_or(Tensor()), dropout_p});
+}
+
 AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                   const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
                                   double eps, double weight_offset, bool is_rms_norm,
@@ -105,6 +128,16 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "ScalarType? bias_dtype, bool stats_grad, float dropout_p, ScalarType x_dtype, ScalarType? residual_dtype) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       tags);
+  // y = dropout(activation(norm(x))), on CUDA, and the gradient of the norm from that of y: norm_backward has the rest.
+  library.def(
+      "after_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, float eps, "
+      "float weight_offset, bool is_rms_norm, ScalarType? out_dtype, int activation, float dropout_p) "
+      "-> (Tensor y, Tensor stats)",
+      tags);
+  library.def(
+      "after_norm_grad(Tensor grad_output, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, Tensor? philox, "
+      "int normalized_ndim, float weight_offset, bool is_rms_norm, int activation, float dropout_p) -> Tensor",
+      tags);
   library.def("dropout_mask(Tensor philox, int rows, int hidden_size, float dropout_p) -> Tensor", tags);
 }
 
@@ -122,6 +155,8 @@ TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("norm_backward", &fused_layernorm::op_norm_backward);
   library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
   library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
+  library.impl("after_norm_forward", &fused_layernorm::op_after_norm_forward);
+  library.impl("after_norm_grad", &fused_layernorm::op_after_norm_grad);
   library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
 #endif

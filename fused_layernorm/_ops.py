@@ -205,7 +205,7 @@ else:
 
 # ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
 
-norm_operator = norm_backward_operator = add_norm_operator = None
+norm_operator = norm_backward_operator = add_norm_operator = after_norm_operator = None
 if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
     norm_operator = torch.ops.fused_layernorm.norm_forward.default
     norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
@@ -269,6 +269,23 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
     @torch.library.register_fake(torch.ops.fused_layernorm.dropout_mask.default)
     def _(philox, rows, hidden_size, dropout_p):
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
+
+
+if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_forward"):
+    after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
+    recover_x = extension.recover_x
+
+    @torch.library.register_fake(after_norm_operator)
+    def _(x, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, activation, dropout_p):
+        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
+
+    @torch.library.register_fake(torch.ops.fused_layernorm.after_norm_grad.default)
+    def _(
+        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, activation, dropout_p
+    ):  # fmt: skip
+        return grad_output.new_empty(x.shape, dtype=torch.promote_types(grad_output.dtype, x.dtype)
+                                     if torch.float64 in (grad_output.dtype, x.dtype) else grad_output.dtype)  # fmt: skip
 
 
 def has_stages(device_type: str) -> bool:

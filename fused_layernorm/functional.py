@@ -349,15 +349,19 @@ def _norm_and_more(
             raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
                              'rounding="torch" and stats_grad=True')  # fmt: skip
         return _memory_efficient_norm(x, weight, bias, shape, *options)
+    _check_activation(activation)
+    dropout_p = dropout_p if training else 0.0
     if not (activation or dropout_p):
         return _norm(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding)
-    wide = reference.accumulation_dtype(x.dtype)
-    y = _norm(x, weight, bias, shape, *options, wide, stats_grad, rounding)
-    y = _activate(y, activation)
+    philox = _draw_philox(x) if dropout_p else None
     dtype = out_dtype or x.dtype
-    if training and dropout_p:
-        return _dropout(y, _draw_philox(x), len(shape), dropout_p, dtype)
-    return y.to(dtype)
+    if _ops.after_norm_operator and x.is_cuda and stats_grad and rounding == "torch":
+        if _takes_operator(x, weight, bias, distributed=False):
+            kind = 1 + list(_ACTIVATIONS).index(activation) if activation else 0
+            return _ops.after_norm_operator(x, weight, bias, philox, len(shape), *options, dtype, kind, dropout_p)[0]
+    wide = reference.accumulation_dtype(x.dtype)
+    y = _activate(_norm(x, weight, bias, shape, *options, wide, stats_grad, rounding), activation)
+    return y.to(dtype) if philox is None else _dropout(y, philox, len(shape), dropout_p, dtype)
 
 
 def _add_norm(
@@ -368,6 +372,7 @@ def _add_norm(
         raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
+    _check_activation(activation)
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
     has_stage = rounding == "torch" and _ops.has_stages(x.device.type)
@@ -468,12 +473,49 @@ def _as_shape(normalized_shape):
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
-def _activate(y, activation):
-    if not activation:
-        return y
-    if activation not in _ACTIVATIONS:
+def _check_activation(activation):
+    if activation and activation not in _ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, or None, got {activation!r}")
-    return _ACTIVATIONS[activation](y)
+
+
+def _activate(y, activation):
+    return _ACTIVATIONS[activation](y) if activation else y
+
+
+def _setup_after_norm(ctx, inputs, output):
+    x, weight, bias, philox, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias, philox, output[1])
+
+
+def _after_norm_backward(ctx, grad_output, _):
+    x, weight, bias, philox, stats = ctx.saved_tensors
+    normalized_ndim, eps, weight_offset, is_rms_norm, _, kind, dropout_p = ctx.options
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
+        shape, wide = x.shape[x.dim() - normalized_ndim :], reference.accumulation_dtype(x.dtype)
+        y = reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide)
+        y = _activate(y, list(_ACTIVATIONS)[kind - 1] if kind else None)
+        if philox is not None:
+            y = reference.dropout(y, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, wide)
+        wanted = [t for t, wants in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wants]
+        found = iter(torch.autograd.grad(y, wanted, grad_output.to(wide), create_graph=True))
+        gradients = [next(found) if wants else None for wants in (wants_x, wants_weight, wants_bias)]
+        return *gradients, *[None] * 8
+    grad = torch.ops.fused_layernorm.after_norm_grad(
+        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, kind, dropout_p
+    )
+    gradients = _ops.norm_backward_operator(
+        grad, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
+        bias.dtype if wants_bias else None,
+    )  # fmt: skip
+    wants = (wants_x, wants_weight, wants_bias)
+    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *[None] * 8
+
+
+if _ops.after_norm_operator:
+    torch.library.register_autograd(
+        "fused_layernorm::after_norm_forward", _after_norm_backward, setup_context=_setup_after_norm
+    )
 
 
 def _draw_philox(x):
@@ -581,6 +623,16 @@ class MemoryEfficientFunction(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 7
         y, weight, bias, stats = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if y.is_cuda and y.dtype != torch.float16:  # in which x - mean may overflow
+            about_0 = torch.zeros_like(stats)
+            about_0[0] = stats[0]
+            x = _ops.recover_x(y, weight, bias, stats, len(ctx.shape), ctx.weight_offset)
+            found = _ops.norm_backward(
+                grad_output, x, weight, about_0, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
+                wants_weight, bias.dtype if wants_bias else None, True,
+            )  # fmt: skip
+            return *found, None, None, None, None
         x_hat = y.to(stats.dtype)
         if bias is not None:
             x_hat = x_hat - bias
@@ -590,7 +642,6 @@ class MemoryEfficientFunction(torch.autograd.Function):
         rows = x_hat.shape[: x_hat.dim() - len(ctx.shape)]
         own_stats = torch.zeros_like(stats)
         own_stats[0] = 1
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_x, grad_weight, grad_bias = _ops.norm_backward(
             grad_output, x_hat, None if weight is None else weight.to(stats.dtype), own_stats, len(ctx.shape),
             ctx.weight_offset, ctx.is_rms_norm, wants_x, wants_weight, bias.dtype if wants_bias else None, True,
