@@ -157,6 +157,30 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
+template <typename T, int kVec>
+struct Several {
+  T of[kVec];
+};
+
+// The store stage of an Add. A true call: inlined at every vector it took cicc minutes, and only its caller's registers
+// are few.
+template <int kVec, typename T>
+__device__ __noinline__ Several<T, kVec> after_norm_of(Several<T, kVec> values, const AfterNorm& after, int64_t row,
+                                                       int col) {
+  activate(values.of, after.activation);
+  if (after.dropout.philox) RowDropout(after.dropout, row).apply(values.of, col);
+  return values;
+}
+template <int kVec, typename T>
+__device__ __forceinline__ void after_norm(T (&values)[kVec], const AfterNorm& after, int64_t row, int col) {
+  Several<T, kVec> several;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
+  several = after_norm_of(several, after, row, col);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
+}
+
 // kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
 // used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3).
 //
@@ -374,8 +398,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
         if constexpr (kAdds<AddTo>) {
-          activate(values, add_to.after.activation);
-          if (add_to.after.dropout.philox) RowDropout(add_to.after.dropout, row).apply(values, own + skip);
+          if (add_to.after.is_there()) after_norm(values, add_to.after, row, own + skip);
         }
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
