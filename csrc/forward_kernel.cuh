@@ -162,25 +162,36 @@ struct Several {
   T of[kVec];
 };
 
-// The store stage of an Add. A true call: inlined at every vector it took cicc minutes, and only its caller's registers
-// are few.
+// The activation of an Add's store stage, by a true call: inlined at every vector it kept the compiler busy for
+// minutes.
 template <int kVec, typename T>
-__device__ __noinline__ Several<T, kVec> after_norm_of(Several<T, kVec> values, const AfterNorm& after, int64_t row,
-                                                       int col) {
-  activate(values.of, after.activation);
-  if (after.dropout.philox) RowDropout(after.dropout, row).apply(values.of, col);
+__device__ __noinline__ Several<T, kVec> activated(Several<T, kVec> values, Activation activation) {
+  activate(values.of, activation);
   return values;
 }
-template <int kVec, typename T>
-__device__ __forceinline__ void after_norm(T (&values)[kVec], const AfterNorm& after, int64_t row, int col) {
-  Several<T, kVec> several;
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
-  several = after_norm_of(several, after, row, col);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
-}
 
+// The store stage of one row of an Add.
+struct AfterRow {
+  Activation activation;
+  RowDropout dropout;
+  bool drops;
+
+  __device__ AfterRow(const AfterNorm& after, int64_t row)
+      : activation(after.activation), dropout(after.dropout, row), drops(after.dropout.philox) {}
+
+  template <int kVec, typename T>
+  __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
+    if (activation != Activation::kNone) {
+      Several<T, kVec> several;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
+      several = activated(several, activation);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
+    }
+    if (drops) dropout.apply(values, col);
+  }
+};
 // kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
 // used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3).
 //
@@ -365,6 +376,12 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const int64_t y_row = row * params.hidden_size + slice_col;
   const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
   const bool same_dtype = kAdds<AddTo> || params.y_dtype == dtype_of<x_t>;
+  const auto after = [&] {
+    if constexpr (kAdds<AddTo>)
+      return AfterRow(add_to.after, row);
+    else
+      return NoAdd{};
+  }();
 #pragma unroll 1
   for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
     const int left = elements - tile;
@@ -398,7 +415,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
         if constexpr (kAdds<AddTo>) {
-          if (add_to.after.is_there()) after_norm(values, add_to.after, row, own + skip);
+          if (add_to.after.is_there()) after.apply(values, own + skip);
         }
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);

@@ -329,6 +329,7 @@ constexpr int64_t kHugeTilesEach = 4;
 // ---- add stages as operations of their own: elements in fours -------------------------------------------------------
 
 constexpr int kQuadThreads = 256;
+constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, of operations whose threads keep weights between rows
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 

@@ -717,9 +717,13 @@ def test_activation(device, op, activation, dtype):
         leaves = [t.detach().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
         y = norm(*leaves)
         assert y.dtype == dtype
-        for found, wanted in zip((y, *torch.autograd.grad(y, leaves, inputs.grad_output)), truths, strict=True):
+        for i, (found, wanted) in enumerate(
+            zip((y, *torch.autograd.grad(y, leaves, inputs.grad_output)), truths, strict=True)
+        ):
             # of fp32, whose functions are some units off
             rtol, unit = (16 * eps if dtype == fp32 else eps), (4e-6 if dtype != fp64 else eps)
+            if dtype == bf16 and device == "cuda" and i > 0:  # the norm's gradient is rounded to it, as PyTorch's is
+                unit = eps
             torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
 
