@@ -32,7 +32,10 @@ def tensors(rows, hidden_size, dtype):
     def randn(*shape):
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
-    found = {"x": randn(SAMPLES, rows // SAMPLES, hidden_size), "residual": randn(SAMPLES, rows // SAMPLES, hidden_size)}
+    found = {
+        "x": randn(SAMPLES, rows // SAMPLES, hidden_size),
+        "residual": randn(SAMPLES, rows // SAMPLES, hidden_size),
+    }
     found |= {"weight": 1 + 0.1 * randn(hidden_size), "bias": randn(hidden_size)}
     modulation = (0.1 * randn(SAMPLES, 1, 3 * hidden_size)).chunk(3, -1)
     return found | dict(zip(("scale", "shift", "gate"), modulation, strict=True))

@@ -117,10 +117,11 @@ struct Stage {
 };
 
 // The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `own`
-// of the row. Every load is under way before the first is used, and z is written when it is made.
+// of the row; `gate`: what it is multiplied by, or nullptr. Every load is under way before the first is used (gate's
+// lie in the cache), and z is written when it is made.
 template <typename Plan, typename x_t, typename scalar_t>
 __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
-                                         const x_t* x, int64_t row, int hidden_size, int own) {
+                                         const x_t* x, const x_t* gate, int64_t row, int hidden_size, int own) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Plan::kThreads * kVec;
   const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + own;
@@ -150,6 +151,16 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
       if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
+  } else if (stage.gate) {
+    held.for_each([&](int v, auto whole) {
+      if (!is_there(v, whole)) return;
+      sum(v, [&](acc_t(&values)[kVec], int) {
+        acc_t factor[kVec];
+        unpack(load_vec<x_t, kVec>(gate + v * kStep), factor);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], factor[i]);
+      });
+    });
   } else {
     held.for_each([&](int v, auto whole) {
       if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
@@ -274,7 +285,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kAdds<AddTo>) {
-      load_sum<Plan>(raw, add_to, x + own, row, elements, own);
+      const x_t* gate = static_cast<const x_t*>(add_to.gate) + segment_of(params, row) * add_to.gate_stride + own;
+      load_sum<Plan>(raw, add_to, x + own, gate, row, elements, own);
     } else {
       const int left = elements - tile;
       const scalar_t* first = x + tile + own;

@@ -3,6 +3,7 @@
 #include "activation.cuh"
 #include "dispatch.cuh"
 #include "forward_kernel.cuh"
+#include "forward_rows.cuh"
 #include "launch_plan.h"
 #include "norm_add.cuh"
 #include "norm_params.h"
@@ -35,6 +36,12 @@ __global__ void __launch_bounds__(kQuadThreads)
     acc_t z[4];
     load_vec_as<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
     if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(z, col);
+    if (stage.gate) {
+      acc_t gate[4];
+      load_vec_as<4>(gate, stage.gate, params.x_dtype, segment_of(params, row) * stage.gate_stride + col, count);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) z[i] = mul(z[i], gate[i]);
+    }
     if (stage.residual) {
       acc_t residual[4];
       load_vec_as<4>(residual, stage.residual, stage.residual_dtype, stage.residual_strides.offset(row) + col, count);

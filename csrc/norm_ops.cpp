@@ -11,6 +11,8 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+
 #ifdef FUSED_LAYERNORM_WITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
@@ -411,6 +413,18 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
     stage.residual_dtype = dtype_of(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
     stage.residual_out_dtype = dtype_of(z_dtype);
     stage.dropout = dropout_of(add->philox, add->dropout_p);
+  }
+  Tensor ready_gate;
+  if (add && add->gate.defined()) {
+    ready_gate = add->gate;
+    const int64_t gates = segments_of(ready_gate, normalized_ndim);
+    TORCH_CHECK(x.is_cuda() && ready_gate.scalar_type() == x.scalar_type() && ready_gate.device() == x.device() &&
+                    gates > 0 && gates == std::max<int64_t>(segments, 1) &&
+                    ready_gate.numel() == gates * extent.hidden_size && !add->philox.defined(),
+                "gate must have a row for each of weight's, be of x's dtype and device, CUDA, and without dropout");
+    Tensor no_bias;
+    stage.gate_stride = ready_segments(ready_gate, no_bias, x.scalar_type());
+    stage.gate = ready_gate.const_data_ptr();
   }
 
   // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing. So are those

@@ -33,6 +33,7 @@ struct AddOptions {
   std::optional<at::ScalarType> residual_dtype;  // of z: x's or fp32; otherwise residual's, or else x's
   at::Tensor philox;  // int64 [2] on x's device: the seed and offset of philox.h; or undefined
   double dropout_p;
+  at::Tensor gate = {};  // of x's dtype, with as many rows as weight, which x is multiplied by; undefined: 1. CUDA only
 };
 
 // y = dropout(activation(norm(x))) is the result, where forward is given one of these. CUDA only.

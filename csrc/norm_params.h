@@ -58,7 +58,7 @@ struct AfterNorm {
   FLN_HOST_DEVICE bool is_there() const { return activation != Activation::kNone || dropout.philox; }
 };
 
-// Forward's load stage: z = residual + keep * dropout_scale * x in the accumulation type, rounded once to
+// Forward's load stage: z = residual + keep * dropout_scale * gate * x in the accumulation type, rounded once to
 // residual_out's type; the rounded z is what is normalized. A dropped element counts as 0, also where x is not finite.
 struct AddStage {
   const void* residual;  // [rows, hidden_size], elements of one row adjacent, or nullptr: 0
@@ -67,7 +67,10 @@ struct AddStage {
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; statistics, and what backward calls x, are of this type
   Dropout dropout;
-  AfterNorm after;  // on CUDA only
+  // The last two on CUDA only. gate: [segments, hidden_size], of x's dtype, rows gate_stride apart; nullptr: 1
+  const void* gate;
+  int64_t gate_stride;
+  AfterNorm after;
 };
 
 // Backward's store stage: grad_z = (wdy - x_hat * c1 - c2) * rstd + grad_residual_out, in the accumulation type, then

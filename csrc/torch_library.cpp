@@ -81,6 +81,24 @@ AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residua
   return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
 }
 
+AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, const Tensor& gate, const Tensor& weight,
+                                    const OptionalTensor& bias, int64_t normalized_ndim, double eps,
+                                    double weight_offset, bool is_rms_norm, at::ScalarType out_dtype,
+                                    at::ScalarType residual_dtype) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading),
+                            eps,
+                            weight_offset,
+                            is_rms_norm,
+                            out_dtype,
+                            /*stats_grad=*/true,
+                            /*takes_segments=*/true};
+  const AddOptions add{residual, residual_dtype, {}, 0.0, gate};
+  auto [y, stats, residual_out] = norm_forward(x, weight, bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
+  return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
+}
+
 AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_residual_out,
                                       const Tensor& z, const OptionalTensor& weight, const Tensor& stats,
                                       const OptionalTensor& philox, int64_t normalized_ndim, double weight_offset,
@@ -128,6 +146,12 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "ScalarType? bias_dtype, bool stats_grad, float dropout_p, ScalarType x_dtype, ScalarType? residual_dtype) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       tags);
+  // The same of z = residual + gate * x, on CUDA; gate [n, *normalized] as weight.
+  library.def(
+      "gated_norm_forward(Tensor x, Tensor residual, Tensor gate, Tensor weight, Tensor? bias, int normalized_ndim, "
+      "float eps, float weight_offset, bool is_rms_norm, ScalarType out_dtype, ScalarType residual_dtype) "
+      "-> (Tensor y, Tensor residual_out, Tensor stats)",
+      tags);
   // y = dropout(activation(norm(x))), on CUDA, and the gradient of the norm from that of y: norm_backward has the rest.
   library.def(
       "after_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, float eps, "
@@ -157,6 +181,7 @@ TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
   library.impl("after_norm_forward", &fused_layernorm::op_after_norm_forward);
   library.impl("after_norm_grad", &fused_layernorm::op_after_norm_grad);
+  library.impl("gated_norm_forward", &fused_layernorm::op_gated_norm_forward);
   library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
 #endif

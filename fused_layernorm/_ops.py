@@ -205,7 +205,7 @@ else:
 
 # ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
 
-norm_operator = norm_backward_operator = add_norm_operator = after_norm_operator = None
+norm_operator = norm_backward_operator = add_norm_operator = after_norm_operator = gated_norm_operator = None
 if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
     norm_operator = torch.ops.fused_layernorm.norm_forward.default
     norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
@@ -273,7 +273,16 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
 
 if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_forward"):
     after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
+    gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
     recover_x = extension.recover_x
+
+    @torch.library.register_fake(gated_norm_operator)
+    def _(
+        x, residual, gate, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, residual_dtype
+    ):  # fmt: skip
+        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        z = x.new_empty(x.shape, dtype=residual_dtype)
+        return x.new_empty(x.shape, dtype=out_dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
 
     @torch.library.register_fake(after_norm_operator)
     def _(x, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, activation, dropout_p):

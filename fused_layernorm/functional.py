@@ -414,6 +414,7 @@ def _adaptive_norm(
     parts = _parts_of_rows(x, scale, shift, len(shape))
     if parts is not None and _takes_operator(x, scale, shift, weight, bias, gate, residual, distributed=False):
         # A norm whose weight is 1 + scale and whose bias is shift
+        modulation_shape = scale.shape
         scale, shift = (None if t is None else t.expand_as(scale).reshape(*parts, *shape) for t in (scale, shift))
         offset = 1.0
         if weight is not None or bias is not None:
@@ -424,6 +425,9 @@ def _adaptive_norm(
         options = (len(shape), eps, offset, is_rms_norm, y_dtype)
         if gate is None and residual is not None:
             return _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
+        if gate is not None and parts and _gate_is_stage(x, gate, modulation_shape):
+            gate = gate.expand(modulation_shape).reshape(*parts, *shape)
+            return _ops.gated_norm_operator(x, residual, gate, scale, shift, *options, z_dtype)[:2]
         z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
             scale, shift = (None if t is None else t.to(wide) for t in (scale, shift))
@@ -449,7 +453,7 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
     if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
         return None
     parts = 1
-    while parts <= leading and found[leading - parts:].numel() == 1:
+    while parts <= leading and found[leading - parts :].numel() == 1:
         parts += 1  # of the dimensions, from the last on, along which the scale is one
     split = leading - (parts - 1)
     if split == 0:
@@ -457,6 +461,13 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
     if found[:split] != sizes[:split] or sizes[split:].numel() < _ROWS_OF_A_SCALE or sizes[:split].numel() > 65535:
         return None
     return (sizes[:split].numel(),)
+
+
+def _gate_is_stage(x, gate, modulation_shape):
+    """Whether the kernel that modulates multiplies by the gate, too: one for the same rows as a scale."""
+    if not (_ops.gated_norm_operator and x.is_cuda and gate.dtype == x.dtype):
+        return False
+    return all(n in (1, of) for n, of in zip(gate.shape, modulation_shape, strict=True))
 
 
 def _gated_sum(x, gate, residual, dtype):
@@ -512,6 +523,54 @@ def _after_norm_backward(ctx, grad_output, _):
     return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *[None] * 8
 
 
+def _setup_gated_norm(ctx, inputs, output):
+    x, residual, gate, weight, bias, *ctx.options = inputs
+    ctx.residual_dtype, ctx.bias_dtype = residual.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(x, residual, gate, weight, bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gated_norm_backward(ctx, grad_y, grad_z, _):
+    x, residual, gate, weight, bias, z, stats = ctx.saved_tensors
+    normalized_ndim, eps, weight_offset, is_rms_norm, y_dtype, z_dtype = ctx.options
+    wants_x, wants_residual, wants_gate, wants_weight, wants_bias = ctx.needs_input_grad[:5]
+    if grad_y is None and grad_z is None:
+        return (None,) * 11
+    if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
+        shape = x.shape[x.dim() - normalized_ndim :]
+        total = _gated_sum(x, reference.of_each_row(gate, x, normalized_ndim), residual, z_dtype)
+        y = reference.norm(total, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype)
+        results = [(t, g) for t, g in ((y, grad_y), (total, grad_z)) if g is not None]
+        inputs = (x, residual, gate, weight, bias)
+        wanted = [t for t, wants in zip(inputs, ctx.needs_input_grad, strict=False) if wants]
+        found = iter(torch.autograd.grad(
+            [t for t, _ in results], wanted, [g for _, g in results], create_graph=True, allow_unused=True
+        ))  # fmt: skip
+        return *(next(found) if wants else None for wants in ctx.needs_input_grad[:5]), *[None] * 6
+    if grad_y is None:
+        grad_y = torch.zeros_like(z, dtype=y_dtype)
+    grad_sum, _, grad_weight, grad_bias = torch.ops.fused_layernorm.add_norm_backward(
+        grad_y, grad_z, z, weight, stats, None, normalized_ndim, weight_offset, is_rms_norm,
+        wants_x or wants_residual or wants_gate, wants_weight, ctx.bias_dtype if wants_bias else None, True, 0.0,
+        z_dtype, None,
+    )  # fmt: skip
+    grad_x = grad_gate = None
+    if wants_x or wants_gate:  # gate * x is a norm whose statistics are constants, 0 and 1
+        ones = torch.ones_like(stats[:1], dtype=reference.accumulation_dtype(x.dtype))
+        grad_x, grad_gate, _ = _ops.norm_backward_operator(
+            grad_sum, x, gate, ones, normalized_ndim, 0.0, True, wants_x, wants_gate, None, False
+        )
+    return (
+        grad_x if wants_x else None, grad_sum.to(ctx.residual_dtype) if wants_residual else None,
+        grad_gate if wants_gate else None, grad_weight if wants_weight else None, grad_bias if wants_bias else None,
+        *[None] * 6,
+    )  # fmt: skip
+
+
+if _ops.gated_norm_operator:
+    torch.library.register_autograd(
+        "fused_layernorm::gated_norm_forward", _gated_norm_backward, setup_context=_setup_gated_norm
+    )
 if _ops.after_norm_operator:
     torch.library.register_autograd(
         "fused_layernorm::after_norm_forward", _after_norm_backward, setup_context=_setup_after_norm
