@@ -293,8 +293,8 @@ if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "a
     def _(
         grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, activation, dropout_p
     ):  # fmt: skip
-        return grad_output.new_empty(x.shape, dtype=torch.promote_types(grad_output.dtype, x.dtype)
-                                     if torch.float64 in (grad_output.dtype, x.dtype) else grad_output.dtype)  # fmt: skip
+        is_double = torch.float64 in (grad_output.dtype, x.dtype)
+        return grad_output.new_empty(x.shape, dtype=torch.float64 if is_double else grad_output.dtype)
 
 
 def has_stages(device_type: str) -> bool:

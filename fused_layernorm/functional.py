@@ -441,7 +441,7 @@ def _adaptive_norm(
     return y if residual is None else (y, z)
 
 
-# Fewer rows than this that share a scale: the kernels, which keep a weight for all the rows they walk over, gain nothing.
+# Of fewer rows that share a scale the kernels, which keep a weight for all the rows they walk over, gain nothing.
 _ROWS_OF_A_SCALE = 8
 
 

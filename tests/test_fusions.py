@@ -850,6 +850,64 @@ def modulated_parts(device, op, dtype, residual_dtype, parts):
     assert all(same_bits(a, b) for a, b in zip(found, again, strict=True))
 
 
+@on_devices("op,dtype,residual_dtype,hidden_size", [
+    (op, *dtypes, n) for op in OPS for dtypes in ((bf16, bf16), (fp16, fp32), (fp32, fp32), (fp64, fp64))
+    for n in (768, 77, 4096, 20000)
+])  # fmt: skip
+def test_gated_parts(device, op, dtype, residual_dtype, hidden_size):
+    """z = residual + gate * x, rounded once, and what a call without gate makes of it; gradients against float64"""
+    torch.manual_seed(0)
+    x, grad_y = (torch.randn(2, 3, 8, hidden_size, device=device).to(dtype) for _ in range(2))
+    residual, grad_z = (torch.randn(x.shape, device=device).to(residual_dtype) for _ in range(2))
+    gate, scale, shift = torch.randn(2, 1, 1, 3 * hidden_size, device=device).to(dtype).chunk(3, -1)
+    inputs = {"x": x, "scale": scale, "shift": shift, "gate": gate, "residual": residual}
+    inputs = {name: t.detach().requires_grad_() for name, t in inputs.items()}
+    y, z = ADAPTIVE[op](**inputs, eps=1e-5)
+    wide = fp64 if dtype == fp64 else fp32
+    assert same_bits(z, (residual.to(wide) + x.to(wide) * gate.to(wide)).to(residual_dtype))
+    assert same_bits(y, ADAPTIVE[op](torch.zeros_like(x), scale, shift, residual=z.detach(), eps=1e-5)[0])
+    found = torch.autograd.grad((y, z), list(inputs.values()), (grad_y, grad_z), retain_graph=True)
+    doubles = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
+    right = torch.autograd.grad(modulated(op, **doubles), list(doubles.values()), (grad_y.double(), grad_z.double()))
+    tolerance = {fp64: 1e-10, fp32: 2e-5, fp16: 4e-3, bf16: 3e-2}[dtype]
+    for name, one, two in zip(inputs, found, right, strict=True):
+        assert one.dtype == inputs[name].dtype
+        torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=tolerance * two.abs().max().item())
+    for name in inputs:  # each alone
+        (alone,) = torch.autograd.grad((y, z), inputs[name], (grad_y, grad_z), retain_graph=True)
+        assert same_bits(alone, found[list(inputs).index(name)])
+    (of_z,) = torch.autograd.grad(z, inputs["x"], grad_z)
+    torch.testing.assert_close(of_z, (grad_z * gate.to(wide)).to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@on_devices("op", OPS, devices=("cuda",))
+def test_operators_with_python_autograd(device, op):
+    """after_norm_forward and gated_norm_forward: opcheck, compile, double backward"""
+    torch.compiler.reset()
+    tensors = [torch.randn(2, 9, 16, device=device, requires_grad=True) for _ in range(2)]
+    rows = [torch.randn(2, 16, device=device, requires_grad=True) for _ in range(3)]
+    is_rms_norm = op == "rms_norm"
+    philox = torch.tensor([5, 6], device=device)
+    weight, bias = (row[0].detach().requires_grad_() for row in rows[:2])
+    for kind in range(5):
+        options = (1, 1e-5, 0.0, is_rms_norm, fp32, kind, 0.25)
+        torch.library.opcheck(_ops.after_norm_operator, (tensors[0], weight, bias, philox, *options))
+    torch.library.opcheck(_ops.gated_norm_operator, (*tensors, *rows, 1, 1e-5, 1.0, is_rms_norm, fp32, fp32))
+
+    def gated(x, residual, scale, shift, gate):
+        return ADAPTIVE[op](x, scale, shift, gate=gate, residual=residual, eps=1e-5)
+
+    def activated(x, weight, bias):
+        return OPS[op](x, weight, bias, 1e-5, activation="gelu")
+
+    for call, leaves in ((gated, (*tensors, *rows)), (activated, (tensors[0], weight, bias))):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for one, two in zip(compiled(*leaves), call(*leaves), strict=True):
+            assert same_bits(one, two)
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        assert gradcheck(call, wide) and gradgradcheck(call, wide)
+
+
 @on_devices("op", OPS)
 def test_modulated_parts_as_operator(device, op):
     """the operator with a weight for each part of the rows: opcheck, compile, double backward, what it refuses"""
