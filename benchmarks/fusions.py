@@ -144,6 +144,13 @@ def times(timer, function, inputs):
     return forward, timer.us(lambda: torch.autograd.grad(results, leaves, gradients, retain_graph=True))
 
 
+def copy_rate(timer):
+    """Bytes a microsecond, read and written."""
+    source = torch.randn(1 << 26, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / timer.us(lambda: target.copy_(source))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=ROOT / "benchmarks" / "output", type=Path)
@@ -158,10 +165,7 @@ def main():
 
     config.donated_buffer = False  # backward is run many times from one forward
     timer, found, started = Timer(), [], time.monotonic()
-    source = torch.randn(1 << 26, device="cuda")
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / timer.us(lambda: target.copy_(source))  # bytes a microsecond
-    del source, target
+    copy = copy_rate(timer)
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
     for dtype in args.dtype:
         for hidden_size in args.hidden:
