@@ -114,3 +114,21 @@ def test_the_first_code_of_the_readme_runs(capsys):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     exec(code, {})
     assert "replaced" in capsys.readouterr().out
+
+
+def test_the_stub_has_the_signatures():
+    tree = ast.parse((ROOT / "fused_layernorm" / "functional.pyi").read_text())
+    stubs = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert {stub.name for stub in stubs} == {function.__name__ for function in FUNCTIONS}
+    first = {stub.name: stub for stub in reversed(stubs)}  # of overloads: the one with all defaults
+    for stub in stubs:
+        found = inspect.signature(getattr(fused_layernorm, stub.name))
+        by_kind = [(argument.arg, "POSITIONAL_OR_KEYWORD") for argument in stub.args.args]
+        by_kind += [(argument.arg, "KEYWORD_ONLY") for argument in stub.args.kwonlyargs]
+        assert by_kind == [(name, parameter.kind.name) for name, parameter in found.parameters.items()]
+    for stub in first.values():
+        defaults = [*stub.args.defaults, *filter(None, stub.args.kw_defaults)]
+        parameters = inspect.signature(getattr(fused_layernorm, stub.name)).parameters.values()
+        assert [ast.literal_eval(default) for default in defaults] == [
+            parameter.default for parameter in parameters if parameter.default is not parameter.empty
+        ]
