@@ -397,6 +397,15 @@ def has_kernels_for(device_type: str) -> bool:
     return device_type in _KERNEL_DEVICES
 
 
+def _levels_to_user() -> int:
+    """How many calls up from who asks the code lies that is neither this package's nor torch.nn's."""
+    ours = (os.path.dirname(__file__), os.path.dirname(torch.nn.__file__))
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(ours):
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
 def warn_reference(device_type: str) -> None:
     """Say, once per process, that tensors on `device_type` run on the PyTorch reference, why, and what mends it."""
     global _may_warn
@@ -407,5 +416,5 @@ def warn_reference(device_type: str) -> None:
         f"fused_layernorm has no compiled kernels for {device_type} tensors here and uses the slower PyTorch "
         f"reference: {reason}. {_MEND_SENTENCE} `python -m fused_layernorm` prints a diagnosis.",
         RuntimeWarning,
-        stacklevel=5,  # past functional.py: the line of the user
+        stacklevel=_levels_to_user(),
     )

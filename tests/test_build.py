@@ -203,6 +203,23 @@ def test_reference_warning_comes_once(monkeypatch):
     assert len(caught) == 1
 
 
+def test_reference_warning_names_the_line_of_the_user(monkeypatch):
+    monkeypatch.setattr(_ops, "norm", lambda *arguments: NotImplemented)
+    monkeypatch.setattr(_ops, "takes_kernel", lambda *tensors: False)
+    monkeypatch.setattr(_ops, "has_kernels_for", lambda device_type: False)
+    x = torch.randn(2, 4)
+    for call in (
+        lambda: fused_layernorm.fused_layer_norm(x, normalized_shape=4),
+        lambda: fused_layernorm.FusedRMSNorm(4)(x),
+        lambda: torch.nn.Sequential(fused_layernorm.FusedLayerNorm(4))(x),
+        lambda: fused_layernorm.fused_add_rms_norm(x, x, torch.ones(4)),
+    ):
+        monkeypatch.setattr(_ops, "_may_warn", True)
+        with pytest.warns(RuntimeWarning, match="no compiled kernels for cpu tensors") as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+
+
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, **environment}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
