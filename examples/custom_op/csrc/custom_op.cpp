@@ -6,6 +6,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <string>
+
 #ifdef CUSTOM_OP_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -100,6 +102,15 @@ void launch_cpu(const SumParams& params) {
 
 // ---- checks, allocation, launch -------------------------------------------------------------------------------------
 
+// Messages are strings: with several arguments TORCH_CHECK writes to a stream, which crashes where the compiler links a
+// libstdc++ of its own beside torch's.
+std::string text(at::ScalarType type) { return c10::toString(type); }
+std::string text(at::IntArrayRef shape) {
+  std::string joined;
+  for (const int64_t size : shape) joined += (joined.empty() ? "[" : ", ") + std::to_string(size);
+  return joined.empty() ? "[]" : joined + "]";
+}
+
 DType check_x(const Tensor& x) {
   TORCH_CHECK(x.dim() >= 1, "x must have at least one dimension");
   switch (x.scalar_type()) {
@@ -107,15 +118,17 @@ DType check_x(const Tensor& x) {
     case at::kBFloat16: return DType::kBFloat16;
     case at::kFloat: return DType::kFloat32;
     case at::kDouble: return DType::kFloat64;
-    default: TORCH_CHECK_TYPE(false, "x must be float16, bfloat16, float32 or float64, got ", x.scalar_type());
+    default: TORCH_CHECK_TYPE(false, "x must be float16, bfloat16, float32 or float64, got " + text(x.scalar_type()));
   }
 }
 
 void check_like(const char* name, const Tensor& tensor, const Tensor& x, at::IntArrayRef shape) {
-  TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == x.scalar_type(), name, " must be of x's dtype, ", x.scalar_type(), ", got ",
-                   tensor.scalar_type());
-  TORCH_CHECK(tensor.device() == x.device(), name, " must be on x's device, ", x.device(), ", got ", tensor.device());
+  const std::string must = std::string(name) + " must ";
+  TORCH_CHECK(tensor.sizes() == shape, must + "have shape " + text(shape) + ", got " + text(tensor.sizes()));
+  TORCH_CHECK_TYPE(tensor.scalar_type() == x.scalar_type(),
+                   must + "be of x's dtype, " + text(x.scalar_type()) + ", got " + text(tensor.scalar_type()));
+  TORCH_CHECK(tensor.device() == x.device(),
+              must + "be on x's device, " + x.device().str() + ", got " + tensor.device().str());
 }
 
 int64_t rows_of(const Tensor& x) { return x.numel() == 0 ? 0 : x.numel() / x.size(-1); }
@@ -165,7 +178,7 @@ Tensor reduce_sum(const Tensor& x) {
   const DType dtype = check_x(x);
   const at::IntArrayRef shape = x.sizes().slice(0, x.dim() - 1);
   if (x.numel() == 0) return at::zeros(shape, x.options());
-  TORCH_CHECK(rows_of(x) < int64_t{1} << 31, "x must have fewer than 2^31 rows, got ", rows_of(x));
+  TORCH_CHECK(rows_of(x) < int64_t{1} << 31, "x must have fewer than 2^31 rows, got " + std::to_string(rows_of(x)));
   const Tensor dense = x.contiguous();
   Tensor y = at::empty(shape, x.options());
   launch(SumParams{dense.const_data_ptr(), y.mutable_data_ptr(), rows_of(x), x.size(-1), dtype}, x);

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <string>
+
 #ifdef MY_OP_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -42,13 +44,22 @@ void launch_cpu(const Params& params) {
 
 // ---- checks, allocation, launch -------------------------------------------------------------------------------------
 
+// Messages are strings: with several arguments TORCH_CHECK writes to a stream, which crashes where the compiler links a
+// libstdc++ of its own beside torch's.
+std::string text(at::ScalarType type) { return c10::toString(type); }
+std::string text(at::IntArrayRef shape) {
+  std::string joined;
+  for (const int64_t size : shape) joined += (joined.empty() ? "[" : ", ") + std::to_string(size);
+  return joined.empty() ? "[]" : joined + "]";
+}
+
 DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
     case at::kHalf: return DType::kFloat16;
     case at::kBFloat16: return DType::kBFloat16;
     case at::kFloat: return DType::kFloat32;
     case at::kDouble: return DType::kFloat64;
-    default: TORCH_CHECK_TYPE(false, "x must be float16, bfloat16, float32 or float64, got ", x.scalar_type());
+    default: TORCH_CHECK_TYPE(false, "x must be float16, bfloat16, float32 or float64, got " + text(x.scalar_type()));
   }
 }
 
@@ -73,12 +84,13 @@ Tensor forward(const Tensor& x) {
 }
 
 Tensor backward(const Tensor& grad_output, const Tensor& x) {
-  TORCH_CHECK(grad_output.sizes() == x.sizes(), "grad_output must have x's shape, ", x.sizes(), ", got ",
-              grad_output.sizes());
-  TORCH_CHECK_TYPE(grad_output.scalar_type() == x.scalar_type(), "grad_output must be of x's dtype, ", x.scalar_type(),
-                   ", got ", grad_output.scalar_type());
-  TORCH_CHECK(grad_output.device() == x.device(), "grad_output must be on x's device, ", x.device(), ", got ",
-              grad_output.device());
+  TORCH_CHECK(grad_output.sizes() == x.sizes(),
+              "grad_output must have x's shape, " + text(x.sizes()) + ", got " + text(grad_output.sizes()));
+  TORCH_CHECK_TYPE(
+      grad_output.scalar_type() == x.scalar_type(),
+      "grad_output must be of x's dtype, " + text(x.scalar_type()) + ", got " + text(grad_output.scalar_type()));
+  TORCH_CHECK(grad_output.device() == x.device(),
+              "grad_output must be on x's device, " + x.device().str() + ", got " + grad_output.device().str());
   const DType dtype = dtype_of(x);
   const Tensor dense = x.contiguous(), dense_grad = grad_output.contiguous();
   Tensor grad_x = at::empty_like(dense);
