@@ -4,9 +4,10 @@
     FUZZ=20000 pytest tests/test_fuzz.py                         so many of each kind, new ones on every run
     FUZZ=20000 FUZZ_DEVICE=cuda pytest tests/test_fuzz.py        on the GPU
 
-What is drawn is written in `OPTIONS` (fields of test_correctness.Case: a new option is a line there) and in the few
-strategies below it. How far from the truth a result may be is the formula of test_correctness.expected. A failure ends
-with the smallest case that hypothesis finds; it belongs into the list at the end of this file, under a name.
+What is drawn of a norm is written in `OPTIONS` (fields of test_correctness.Case: a new option is a line there) and in
+the few strategies below it; what is drawn of what is fused around one, in `Around` and `arounds`. How far from the
+truth a result may be is the formula of test_correctness.expected, and what `judge_around` makes of it. A failure ends
+with the smallest case that hypothesis finds; it belongs into a list at the end of this file, under a name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -60,6 +62,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
 EXAMPLES = int(os.environ.get("FUZZ", "0"))
+MOST_SECONDS = float(os.environ.get("FUZZ_SECONDS", "inf"))  # of each test; then failures are not made smaller
 PART = float(os.environ.get("FUZZ_PART", "1"))  # of the usual number: where each case takes much longer
 MOST_ELEMENTS = 1 << (13 if DEVICE == "cpu" else 21)  # of x: many small cases find more than a few large ones
 
@@ -829,7 +832,7 @@ def second_orders(**fixed):
 
 def fuzz(strategy, check, record_property, usual):
     """Calls check(case) for the cases of a run, `usual` many of them in CI."""
-    count = 0
+    count, failed, end = 0, False, time.monotonic() + MOST_SECONDS
 
     @settings(
         max_examples=EXAMPLES or max(1, int(usual * PART)),
@@ -838,12 +841,19 @@ def fuzz(strategy, check, record_property, usual):
         deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
+        phases=[Phase.generate] if math.isfinite(MOST_SECONDS) else list(Phase),
     )
     @given(strategy)
     def each(drawn):
-        nonlocal count
+        nonlocal count, failed
+        if time.monotonic() > end and not failed:
+            return
         count += 1
-        check(drawn)
+        try:
+            check(drawn)
+        except BaseException:
+            failed = True
+            raise
 
     try:
         each()
