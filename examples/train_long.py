@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 COLOURS = {"torch": "tab:orange", "fused": "tab:blue"}
 
 
-def train(args, dtype: str, seed: int, name: str, number: int) -> list[float]:
+def train(args, text: str, dtype: str, seed: int, name: str, number: int) -> list[float]:
     """The losses of one run. Both norms start from the same parameters and see the same text."""
     if args.processes > 1:
         torch.set_num_threads(1)
@@ -38,7 +38,6 @@ def train(args, dtype: str, seed: int, name: str, number: int) -> list[float]:
     if args.device == "cuda":
         device = torch.device("cuda", number % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    text = python_documentation()
     index = {char: i for i, char in enumerate(sorted(set(text)))}
     data = torch.tensor([index[char] for char in text])
     torch.manual_seed(seed)
@@ -131,8 +130,9 @@ def main() -> None:
         (dtype, int(seed), name)
         for dtype in args.dtype.split(",") for seed in args.seeds.split(",") for name in COLOURS
     ]  # fmt: skip
+    text = python_documentation()
     with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = {run: pool.submit(train, args, *run, number) for number, run in enumerate(runs)}
+        found = {run: pool.submit(train, args, text, *run, number) for number, run in enumerate(runs)}
         found = {run: future.result() for run, future in found.items()}
 
     from test_benchmark import environment
