@@ -377,11 +377,14 @@ def with_torch(case, x, weight, bias):
         return in_plain_operations(case, x, weight, bias)
     if case.weight_offset and weight is not None:
         weight = weight + case.weight_offset
+    # As one normalized dimension: with several, backward of torch 2.11 fails above 65536 rows (pytorch 193016).
+    shape, flat = x.shape, x.reshape(*x.shape[: x.dim() - case.normalized_ndim], case.hidden_size)
+    weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
     if case.op == "layer_norm":
-        return F.layer_norm(x, case.normalized_shape, weight, bias, case.eps)
+        return F.layer_norm(flat, flat.shape[-1:], weight, bias, case.eps).reshape(shape)
     eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
-    y = F.rms_norm(x, case.normalized_shape, weight, eps)
-    return y if bias is None else y + bias
+    y = F.rms_norm(flat, flat.shape[-1:], weight, eps)
+    return (y if bias is None else y + bias).reshape(shape)
 
 
 def in_plain_operations(case, x, weight, bias):

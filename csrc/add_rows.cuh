@@ -53,9 +53,10 @@ struct RowDropout {
   uint64_t threshold;
   double scale;
 
+  // Without dropout it is not to be applied.
   __device__ RowDropout(const Dropout& dropout, int64_t row)
-      : seed(__ldg(dropout.philox)),
-        offset(__ldg(dropout.philox + 1)),
+      : seed(dropout.philox ? __ldg(dropout.philox) : 0),
+        offset(dropout.philox ? __ldg(dropout.philox + 1) : 0),
         row(row),
         threshold(dropout.threshold),
         scale(dropout.scale) {}

@@ -12,12 +12,15 @@
 namespace fused_layernorm {
 namespace {
 
-// The part of each row that a persistent block works on: all of it, or a slice where a cluster shares the row.
+// The part of each row that a persistent block works on: all of it, or a slice where a cluster shares the row; and
+// which rows: all, or those of a segment.
 struct Slice {
   int blocks, rank;         // of the cluster
   int64_t first_col;        // a multiple of the vector
   int elements;             // may be 0 in the last blocks
   int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
+  int end_row;
+  int64_t first_parameter;  // where weight and bias of these columns begin
 
   // In whole sets of kSet vectors, so that tensors of a narrower type are made of 16 bytes too.
   template <typename Plan, int kSet>
@@ -29,8 +32,20 @@ struct Slice {
     const int64_t most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
     slice.first_col = slice.rank * most;
     slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
-    slice.first_row = static_cast<int>(blockIdx.x) / slice.blocks * Plan::kRows;
-    slice.row_step = static_cast<int>(gridDim.x) / slice.blocks * Plan::kRows;
+    const int cluster = static_cast<int>(blockIdx.x) / slice.blocks;
+    const int clusters = static_cast<int>(gridDim.x) / slice.blocks;
+    slice.first_row = cluster * Plan::kRows;
+    slice.row_step = clusters * Plan::kRows;
+    slice.end_row = static_cast<int>(params.rows);
+    slice.first_parameter = slice.first_col;
+    if (params.segments > 1) {
+      const int clusters_each = clusters / params.segments, segment = cluster / clusters_each;
+      const int rows_each = static_cast<int>(params.rows) / params.segments;
+      slice.first_row = segment * rows_each + (cluster - segment * clusters_each) * Plan::kRows;
+      slice.row_step = clusters_each * Plan::kRows;
+      slice.end_row = (segment + 1) * rows_each;
+      slice.first_parameter += segment * params.weight_stride;
+    }
     return slice;
   }
 };
@@ -83,7 +98,7 @@ struct RowRing {
 
   unsigned memory, full, entries, mean_tails, residuals;  // shared addresses: of the first stage and what belongs to it
   static constexpr unsigned kEmpty = 8 * kMaxDepth;       // from a stage's full barrier to its empty one
-  int depth, elements, stage = 0;
+  int depth, elements, end_row, stage = 0;
   unsigned parity = 0;
 
   // To be constructed by all threads of the block together.
@@ -94,7 +109,8 @@ struct RowRing {
         mean_tails(shared_address(barriers.mean_tails)),
         residuals(shared_address(barriers.residuals)),
         depth(depth),
-        elements(slice.elements) {
+        elements(slice.elements),
+        end_row(slice.end_row) {
     if (kBulk && threadIdx.x == 0) {
       for (int i = 0; i < kMaxDepth; ++i) {
         init_barrier(full + 8 * i, 1);
@@ -142,7 +158,7 @@ struct RowRing {
       };
       // Whether a turn's rows are one run of memory, and so one copy
       const bool dense = !Plan::kClusters && strides.is_even(params.rows) && strides.row_stride == params.hidden_size;
-      const int row_count = static_cast<int>(params.rows);
+      const int row_count = slice.end_row;
       // A turn's statistics are on their way while the turn before is asked for: rstd and mean_tail in the lanes for x,
       // mean in those for grad_output. A turn ahead, and waited for: the block that is furthest ahead waits for memory
       // here while the others find the same line in the cache, which keeps the blocks together (H200: with statistics
@@ -235,7 +251,7 @@ struct RowRing {
         }
       }
     };
-    if (row < params.rows) {
+    if (row < end_row) {
       bring_row(static_cast<const scalar_t*>(params.x), params.x_strides, 0);
       bring_row(static_cast<const grad_t*>(params.grad_output), params.grad_output_strides, 1);
       if constexpr (kAdds<AddTo>) {
@@ -425,17 +441,17 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     acc_t weight[kVecs][kVec];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t col = slice.first_col + column_of(v);
+      const int64_t at = slice.first_parameter + column_of(v);
       if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
-        load_weight<float>(weight[v], params, col, elements_of(v));
+        load_weight<float>(weight[v], params, at, elements_of(v));
       } else {
-        load_weight<weight_t>(weight[v], params, col, elements_of(v));
+        load_weight<weight_t>(weight[v], params, at, elements_of(v));
       }
 #pragma unroll
       for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
     }
     ring.bring_first(params, add_to, slice, group, rank);
-    const int rows = static_cast<int>(params.rows);
+    const int rows = slice.end_row;
     int row = slice.first_row + group;
     const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + rank * kVec;
     x_t* grad_input = static_cast<x_t*>(params.grad_input) + own;
@@ -638,6 +654,14 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 struct Residence {
   int depth = 0, clusters = 0;
 };
+
+// How many clusters at once: each segment of the rows has as many, and at least one.
+template <typename Plan>
+int running_clusters(const NormBackwardParams& params, const Residence& residence) {
+  const int segments = std::max(params.segments, 1);
+  const int64_t turns = (params.rows / segments + Plan::kRows - 1) / Plan::kRows;
+  return static_cast<int>(std::clamp<int64_t>(residence.clusters / segments, 1, turns)) * segments;
+}
 
 template <typename scalar_t, typename weight_t, typename Plan, typename AddTo>
 cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Residence& residence) {

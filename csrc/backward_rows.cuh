@@ -116,6 +116,14 @@ __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t inde
   store_vec_as<1>(target, dtype, index, values, 1, true);
 }
 
+// An element of grad_weight or grad_bias.
+template <typename T>
+__device__ __forceinline__ void store_gradient(const NormBackwardParams& params, void* gradient, DType dtype,
+                                               int64_t index, T value) {
+  if (params.accumulate) value += static_cast<const float*>(gradient)[index];
+  store_as(gradient, dtype, index, value);
+}
+
 // Adds up `partials` sums [grad_weight, grad_bias] that lie at params.workspace.
 cudaError_t launch_backward_finalize(const NormBackwardParams& params, int partials, cudaStream_t stream);
 

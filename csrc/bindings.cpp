@@ -30,9 +30,12 @@ std::tuple<Tensor, Tensor, Tensor> py_norm_backward(const Tensor& grad_output, c
                                                     const OptionalTensor& weight, const Tensor& stats,
                                                     int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                                                     bool wants_x, bool wants_weight,
-                                                    std::optional<at::ScalarType> bias_dtype, bool stats_grad) {
-  NormGradients found = norm_backward(grad_output, x, weight.value_or(Tensor()), stats, normalized_ndim, weight_offset,
-                                      is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad);
+                                                    std::optional<at::ScalarType> bias_dtype, bool stats_grad,
+                                                    const OptionalTensor& weight_sum, const OptionalTensor& bias_sum) {
+  const NormGradients into{{}, weight_sum.value_or(Tensor()), bias_sum.value_or(Tensor()), {}};
+  NormGradients found =
+      norm_backward(grad_output, x, weight.value_or(Tensor()), stats, normalized_ndim, weight_offset, is_rms_norm,
+                    wants_x, wants_weight, bias_dtype, stats_grad, nullptr, weight_sum || bias_sum ? &into : nullptr);
   return {std::move(found.x), std::move(found.weight), std::move(found.bias)};
 }
 
@@ -141,7 +144,18 @@ PyMethodDef methods[] = {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace fln = fused_layernorm;
   module.def("norm_forward", &fln::py_norm_forward, py::call_guard<py::gil_scoped_release>());
-  module.def("norm_backward", &fln::py_norm_backward, py::call_guard<py::gil_scoped_release>());
+  module.def("norm_backward", &fln::py_norm_backward, py::call_guard<py::gil_scoped_release>(), py::arg("grad_output"),
+             py::arg("x"), py::arg("weight"), py::arg("stats"), py::arg("normalized_ndim"), py::arg("weight_offset"),
+             py::arg("is_rms_norm"), py::arg("wants_x"), py::arg("wants_weight"), py::arg("bias_dtype"),
+             py::arg("stats_grad"), py::arg("weight_sum") = std::nullopt, py::arg("bias_sum") = std::nullopt);
+  module.def(
+      "recover_x",
+      [](const at::Tensor& y, const fln::OptionalTensor& weight, const fln::OptionalTensor& bias,
+         const at::Tensor& stats, int64_t normalized_ndim, double weight_offset) {
+        return fln::recover_x(y, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()), stats, normalized_ndim,
+                              weight_offset);
+      },
+      py::call_guard<py::gil_scoped_release>());
   module.def("set_differentiable_backward",
              [](py::function function) { fln::set_differentiable_backward(function.ptr()); });
   module.def("take_no_cuda_tensors", &fln::take_no_cuda_tensors);

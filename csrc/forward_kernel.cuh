@@ -2,6 +2,7 @@
 // formulas.
 #pragma once
 
+#include "activation.cuh"
 #include "add_rows.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
@@ -116,10 +117,11 @@ struct Stage {
 };
 
 // The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `own`
-// of the row. Every load is under way before the first is used, and z is written when it is made.
+// of the row; `gate`: what it is multiplied by, or nullptr. Every load is under way before the first is used (gate's
+// lie in the cache), and z is written when it is made.
 template <typename Plan, typename x_t, typename scalar_t>
 __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
-                                         const x_t* x, int64_t row, int hidden_size, int own) {
+                                         const x_t* x, const x_t* gate, int64_t row, int hidden_size, int own) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Plan::kThreads * kVec;
   const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + own;
@@ -142,13 +144,23 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
     z[v] = pack<scalar_t>(values);
-    store_raw(residual_out + v * kStep, z[v]);
+    if (stage.residual_out) store_raw(residual_out + v * kStep, z[v]);
   };
   if (stage.dropout.philox) {
     const RowDropout dropout(stage.dropout, row);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
       if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
+  } else if (stage.gate) {
+    held.for_each([&](int v, auto whole) {
+      if (!is_there(v, whole)) return;
+      sum(v, [&](acc_t(&values)[kVec], int) {
+        acc_t factor[kVec];
+        unpack(load_vec<x_t, kVec>(gate + v * kStep), factor);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], factor[i]);
+      });
+    });
   } else {
     held.for_each([&](int v, auto whole) {
       if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
@@ -156,6 +168,41 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
+template <typename T, int kVec>
+struct Several {
+  T of[kVec];
+};
+
+// The activation of an Add's store stage, by a true call: inlined at every vector it kept the compiler busy for
+// minutes.
+template <int kVec, typename T>
+__device__ __noinline__ Several<T, kVec> activated(Several<T, kVec> values, Activation activation) {
+  activate(values.of, activation);
+  return values;
+}
+
+// The store stage of one row of an Add.
+struct AfterRow {
+  Activation activation;
+  RowDropout dropout;
+  bool drops;
+
+  __device__ AfterRow(const AfterNorm& after, int64_t row)
+      : activation(after.activation), dropout(after.dropout, row), drops(after.dropout.philox) {}
+
+  template <int kVec, typename T>
+  __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
+    if (activation != Activation::kNone) {
+      Several<T, kVec> several;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
+      several = activated(several, activation);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
+    }
+    if (drops) dropout.apply(values, col);
+  }
+};
 // kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
 // used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3).
 //
@@ -203,8 +250,9 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
   const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
 
-  const weight_t* weight = static_cast<const weight_t*>(params.weight) + slice_col + own;
-  const weight_t* bias = static_cast<const weight_t*>(params.bias) + slice_col + own;
+  const auto parameter_at = [&] { return parameters_of(params, row) + slice_col + own; };
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + parameter_at();
+  const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
   if constexpr (kEager || kAdds<AddTo>) wait_for_previous_kernel();
@@ -237,7 +285,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kAdds<AddTo>) {
-      load_sum<Plan>(raw, add_to, x + own, row, elements, own);
+      const x_t* gate = static_cast<const x_t*>(add_to.gate) + segment_of(params, row) * add_to.gate_stride + own;
+      load_sum<Plan>(raw, add_to, x + own, gate, row, elements, own);
     } else {
       const int left = elements - tile;
       const scalar_t* first = x + tile + own;
@@ -339,6 +388,12 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const int64_t y_row = row * params.hidden_size + slice_col;
   const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
   const bool same_dtype = kAdds<AddTo> || params.y_dtype == dtype_of<x_t>;
+  const auto after = [&] {
+    if constexpr (kAdds<AddTo>)
+      return AfterRow(add_to.after, row);
+    else
+      return NoAdd{};
+  }();
 #pragma unroll 1
   for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
     const int left = elements - tile;
@@ -371,6 +426,9 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+        if constexpr (kAdds<AddTo>) {
+          if (add_to.after.is_there()) after.apply(values, own + skip);
+        }
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
         } else if constexpr (kStaged) {
@@ -392,7 +450,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       }
     };
     if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
-      store_by(static_cast<const float*>(params.weight) + own, static_cast<const float*>(params.bias) + own);
+      store_by(static_cast<const float*>(params.weight) + parameter_at(),
+               static_cast<const float*>(params.bias) + parameter_at());
     } else {
       store_by(weight, bias);
     }

@@ -112,6 +112,15 @@ __device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / 
 __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
+// The segment of a row, and where its weight and bias begin.
+__device__ __forceinline__ unsigned segment_of(const NormForwardParams& params, int64_t row) {
+  if (params.segments <= 1) return 0;
+  return static_cast<unsigned>(row) / (static_cast<unsigned>(params.rows) / static_cast<unsigned>(params.segments));
+}
+__device__ __forceinline__ int64_t parameters_of(const NormForwardParams& params, int64_t row) {
+  return segment_of(params, row) * params.weight_stride;
+}
+
 // What turns an element into x_hat.
 template <typename T>
 struct RowNorm {

@@ -107,7 +107,6 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 // spilled): 64 a thread, 128 for 8 vectors a thread. At 71 to 80 registers, three quarters of the threads an SM,
 // forward lost 0.08 of the copy (H200, bf16, N = 1024 to 8192); fp16 has to make do with that, as at 64 it spills (the
 // assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
-constexpr int dtype_bytes(DType t) { return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2; }
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
@@ -259,6 +258,7 @@ constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;
 // The fused kernels count rows in 32 bits, with room to look some turns ahead: registers are short. More rows, which
 // have few columns, are for the split strategy.
 constexpr int64_t kFusedMaxRows = 1 << 30;
+constexpr int kMaxFusedSegments = 65535;  // of rows with a weight of their own: a grid dimension
 
 // Turns of rows in flight or in use. More gained nothing once the ring lay right in shared memory.
 template <typename Plan>
@@ -329,6 +329,7 @@ constexpr int64_t kHugeTilesEach = 4;
 // ---- add stages as operations of their own: elements in fours -------------------------------------------------------
 
 constexpr int kQuadThreads = 256;
+constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, of operations whose threads keep weights between rows
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 

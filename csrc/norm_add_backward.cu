@@ -22,7 +22,8 @@ cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
   const AddGradStage& stage = *params.add;
   const DType x = stage.grad_input_dtype, z = params.x_dtype;
   if (stage.grad_output_dtype != x || (stage.grad_residual && stage.grad_residual_dtype != z) ||
-      params.rows > kFusedMaxRows || params.hidden_size % (16 / dtype_bytes(x)) != 0)
+      params.rows > kFusedMaxRows || params.segments > kMaxFusedSegments ||
+      params.hidden_size % (16 / dtype_bytes(x)) != 0)
     return cudaErrorNotSupported;
   int device = 0;
   DeviceFacts facts;
@@ -40,9 +41,7 @@ cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
       const cudaError_t error = residence_of<scalar_t, x_t, Plan, AddGrad<x_t>>(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
       if (residence.clusters == 0) return cudaErrorNotSupported;
-      const int64_t turns = (params.rows + Plan::kRows - 1) / Plan::kRows;
-      return f(types, plan,
-               AddGradLaunch{cluster, residence.depth, static_cast<int>(std::min<int64_t>(turns, residence.clusters))});
+      return f(types, plan, AddGradLaunch{cluster, residence.depth, running_clusters<Plan>(params, residence)});
     });
   });
 }

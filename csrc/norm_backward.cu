@@ -30,7 +30,7 @@ struct BackwardLaunch {
   int64_t row_blocks;  // split: blocks of rows
   int column_lanes;    // split: threads side by side along a row, in a block of columns
   int column_tiles;    // split: blocks of columns along a row
-  int partials;        // partial sums of the weight gradients to be finalized; 0: written directly
+  int partials;        // partial sums of the weight gradients to be finalized, of all segments; 0: written directly
 };
 
 // ---- split ---------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
     if (splits > 1) {
       static_cast<acc_t*>(params.workspace)[(2 * split + !of_weight) * params.hidden_size + at] = sum;
     } else {
-      store_as(gradient, of_weight ? params.grad_weight_dtype : params.grad_bias_dtype, at, sum);
+      store_gradient(params, gradient, of_weight ? params.grad_weight_dtype : params.grad_bias_dtype, at, sum);
     }
   }
 }
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
 
 // ---- finalize ------------------------------------------------------------------------------------------------------
 
-// Adds up `partials` partial sums [grad_weight, grad_bias]: kRows threads side by side each take every kRows-th, in
-// order of the block that left them.
+// Adds up `partials` partial sums [grad_weight, grad_bias] of a segment: kRows threads side by side each take every
+// kRows-th, in order of the block that left them.
 template <typename acc_t, int kRows>
 __global__ void __launch_bounds__(kFinalizeColumns* kRows)
     norm_backward_finalize_kernel(const __grid_constant__ NormBackwardParams params, int partials) {
@@ -215,7 +215,8 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x;
   acc_t sum = 0;
   if (column < params.hidden_size) {
-    const acc_t* partial = static_cast<const acc_t*>(params.workspace) + blockIdx.y * params.hidden_size + column;
+    const int64_t before = static_cast<int64_t>(blockIdx.z) * partials * 2 + blockIdx.y;
+    const acc_t* partial = static_cast<const acc_t*>(params.workspace) + before * params.hidden_size + column;
 #pragma unroll 4
     for (int index = threadIdx.y; index < partials; index += kRows)
       sum += partial[static_cast<int64_t>(index) * 2 * params.hidden_size];
@@ -225,15 +226,18 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
   if (threadIdx.y > 0 || column >= params.hidden_size) return;
 #pragma unroll
   for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
-  store_as(gradient, blockIdx.y == 0 ? params.grad_weight_dtype : params.grad_bias_dtype, column, sum);
+  store_gradient(params, gradient, blockIdx.y == 0 ? params.grad_weight_dtype : params.grad_bias_dtype,
+                 blockIdx.z * params.hidden_size + column, sum);
 }
 
 template <typename T>
 cudaError_t finalize_weight_gradients(const NormBackwardParams& params, int partials, cudaStream_t stream) {
+  const int segments = std::max(params.segments, 1);
+  partials /= segments;
   const auto launch = [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const OverlappedLaunch sum(
-        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2),
+        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2, segments),
         dim3(kFinalizeColumns, kRows), stream);
     return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
   };
@@ -254,13 +258,14 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
     const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
     if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
-        (Plan::kClusters ? cluster > 1 && !(small && kSplitClusters<Plan>) : wants_columns && !small)) {
+        (params.segments > 1 ? cluster > 1 || !Plan::kClusters
+         : Plan::kClusters   ? cluster > 1 && !(small && kSplitClusters<Plan>)
+                             : wants_columns && !small)) {
       Residence residence;
       const cudaError_t error = residence_of<scalar_t, weight_t, Plan, NoAdd>(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
       if (residence.clusters > 0) {
-        const int64_t turns = (params.rows + Plan::kRows - 1) / Plan::kRows;
-        const int running = static_cast<int>(std::min<int64_t>(turns, residence.clusters));
+        const int running = running_clusters<Plan>(params, residence);
         launch.fused = true;
         launch.cluster = cluster;
         launch.depth = residence.depth;
@@ -306,6 +311,19 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, F&& f) {
   });
 }
 
+// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
+bool goes_by_segments(const NormBackwardParams& params) {
+  if (params.segments <= 1) return false;
+  bool fused = false;
+  if (!is_huge_backward(params) && params.segments <= kMaxFusedSegments) {
+    dispatch_backward(params, [&](auto, auto, const BackwardLaunch& launch) {
+      fused = launch.fused;
+      return cudaSuccess;
+    });
+  }
+  return !fused;
+}
+
 }  // namespace
 
 cudaError_t launch_backward_finalize(const NormBackwardParams& params, int partials, cudaStream_t stream) {
@@ -315,6 +333,7 @@ cudaError_t launch_backward_finalize(const NormBackwardParams& params, int parti
 
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
   if (params.add) return add_backward_workspace(params);
+  if (goes_by_segments(params)) return norm_backward_workspace_cuda(BackwardSegment(params, 0));
   if (is_huge_backward(params)) return backward_huge_workspace(params);
   int64_t bytes = 0;
   dispatch_backward(params, [&](auto types, auto, const BackwardLaunch& launch) {
@@ -327,6 +346,13 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
 
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream) {
   if (params.add) return launch_add_backward(params, stream);
+  if (goes_by_segments(params)) {
+    for (int segment = 0; segment < params.segments; ++segment) {
+      const int launched = launch_norm_backward_cuda(BackwardSegment(params, segment), stream);
+      if (launched != cudaSuccess) return launched;
+    }
+    return cudaSuccess;
+  }
   if (is_huge_backward(params)) return launch_backward_huge(params, stream);
   return dispatch_backward(params, [&](auto types, auto plan, const BackwardLaunch& launch) {
     using scalar_t = typename decltype(types)::scalar_t;

@@ -53,8 +53,8 @@ using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, voi
 using AddRow = void (*)(const NormForwardParams&, int64_t row, void* scales_memory);
 using AddGradRow = void (*)(const NormBackwardParams&, int64_t row, const void* grad_norm, void* scales_memory);
 using KeepRow = void (*)(const Dropout&, int64_t row, int64_t hidden_size, uint8_t* keep);
-using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin,
-                           int64_t end);
+using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, bool accumulate,
+                           int64_t begin, int64_t end);
 // to = from + offset, or offset alone where `from` is null.
 using WidenColumns = void (*)(const void* from, double offset, int64_t hidden_size, void* to);
 
@@ -124,7 +124,7 @@ const Kernels& kernels() {
   return picked;
 }
 
-size_t acc_bytes(DType x_dtype) { return x_dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
+size_t acc_bytes(DType x_dtype) { return dtype_bytes(accumulation_dtype(x_dtype)); }
 
 // A row of the accumulation type that a thread has for itself.
 class RowMemory {
@@ -221,6 +221,11 @@ static void launch_add_norm_forward(const NormForwardParams& params) {
 }
 
 void launch_norm_forward_cpu(const NormForwardParams& params) {
+  if (params.segments > 1) {
+    for (int segment = 0; segment < params.segments; ++segment)
+      launch_norm_forward_cpu(ForwardSegment(params, segment));
+    return;
+  }
   if (params.add) return launch_add_norm_forward(params);
   const ForwardRows forward_rows = kernels().forward_rows_of(params.x_dtype, params.y_dtype);
   for_rows(params, [&](const void* weight, const void* bias, int64_t begin, int64_t end) {
@@ -235,9 +240,17 @@ void launch_dropout_mask_cpu(const DropoutMaskParams& params) {
   });
 }
 
-int64_t norm_backward_workspace_cpu(const NormBackwardParams& params) { return plan_chunks(params).workspace_bytes; }
+int64_t norm_backward_workspace_cpu(const NormBackwardParams& params) {
+  if (params.segments > 1) return norm_backward_workspace_cpu(BackwardSegment(params, 0));
+  return plan_chunks(params).workspace_bytes;
+}
 
 void launch_norm_backward_cpu(const NormBackwardParams& params) {
+  if (params.segments > 1) {
+    for (int segment = 0; segment < params.segments; ++segment)
+      launch_norm_backward_cpu(BackwardSegment(params, segment));
+    return;
+  }
   const ChunkPlan plan = plan_chunks(params);
   char* weight_partials = params.grad_weight ? static_cast<char*>(params.workspace) : nullptr;
   char* bias_partials = params.grad_bias ? static_cast<char*>(params.workspace) + plan.bias_offset : nullptr;
@@ -280,7 +293,7 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
     if (!grad) return;
     const SumChunks sum_columns = kernels().sum_chunks_of(params.x_dtype == DType::kFloat64, dtype);
     at::parallel_for(0, params.hidden_size, grain(plan.chunks), [&](int64_t begin, int64_t end) {
-      sum_columns(partials, plan.chunks, params.hidden_size, grad, begin, end);
+      sum_columns(partials, plan.chunks, params.hidden_size, grad, params.accumulate, begin, end);
     });
   };
   sum_chunks(weight_partials, params.grad_weight, params.grad_weight_dtype);

@@ -351,10 +351,14 @@ struct ChunkSumSweep {
   const acc_t* partial;  // [chunks, hidden_size]
   int64_t chunks, hidden_size;
   to_t* grad;
+  bool accumulate;
 
   FLN_INLINE void step(int count, int64_t col, int) {
     Vec<acc_t> sum = load<acc_t>(partial + col, count);
     for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += load<acc_t>(partial + chunk * hidden_size + col, count);
+    if constexpr (std::is_same<to_t, float>::value) {  // else it is not asked for
+      if (accumulate) sum += load<acc_t>(grad + col, count);
+    }
     store<acc_t>(grad + col, count, sum);
   }
 };
@@ -504,8 +508,10 @@ void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
 }
 
 template <class acc_t, class to_t>
-void sum_chunks(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, int64_t begin, int64_t end) {
-  ChunkSumSweep<acc_t, to_t> sweep{static_cast<const acc_t*>(partial), chunks, hidden_size, static_cast<to_t*>(grad)};
+void sum_chunks(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, bool accumulate, int64_t begin,
+                int64_t end) {
+  ChunkSumSweep<acc_t, to_t> sweep{static_cast<const acc_t*>(partial), chunks, hidden_size, static_cast<to_t*>(grad),
+                                   accumulate};
   sweep_columns<acc_t>(sweep, begin, end);
 }
 

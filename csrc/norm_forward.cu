@@ -27,6 +27,13 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
   if (error != cudaSuccess) return error;
+  if (params.segments > 1 && (is_huge_forward(params) || is_long_row(params.x_dtype, params.hidden_size))) {
+    for (int segment = 0; segment < params.segments; ++segment) {
+      const int launched = launch_norm_forward_cuda(ForwardSegment(params, segment), stream);
+      if (launched != cudaSuccess) return launched;
+    }
+    return cudaSuccess;
+  }
   if (is_huge_forward(params)) return launch_forward_huge(params, stream);
   if (is_long_row(params.x_dtype, params.hidden_size)) {
     const cudaError_t launched = launch_forward_long(params, stream);

@@ -342,9 +342,14 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
       store_vec(partial + params.hidden_size, grad_bias[v]);
       continue;
     }
-    if (params.grad_weight)
-      store_vec_as(params.grad_weight, params.grad_weight_dtype, col(v), grad_weight[v], kVec, kVec > 1);
-    if (params.grad_bias) store_vec_as(params.grad_bias, params.grad_bias_dtype, col(v), grad_bias[v], kVec, kVec > 1);
+    const auto store = [&](void* gradient, DType dtype, acc_t(&values)[kVec]) {
+      if (!gradient) return;
+#pragma unroll
+      for (int i = 0; params.accumulate && i < kVec; ++i) values[i] += static_cast<const float*>(gradient)[col(v) + i];
+      store_vec_as(gradient, dtype, col(v), values, kVec, kVec > 1);
+    };
+    store(params.grad_weight, params.grad_weight_dtype, grad_weight[v]);
+    store(params.grad_bias, params.grad_bias_dtype, grad_bias[v]);
   }
 }
 

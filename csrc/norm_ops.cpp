@@ -11,6 +11,8 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+
 #ifdef FUSED_LAYERNORM_WITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
@@ -206,6 +208,35 @@ struct RowView {
   }
 };
 
+// In how many equal parts the rows have weights of their own: as many as `parameter` has in the dimension that it has
+// more than are normalized. 0: none such.
+int64_t segments_of(const Tensor& parameter, int64_t normalized_ndim) {
+  return parameter.defined() && parameter.dim() > normalized_ndim ? parameter.size(0) : 0;
+}
+
+// Weight and bias of segments as they lie, such as columns of one projection's result, where each segment's begin at
+// multiples of 16 bytes and equally far from the one's before; else copies of which that is true. Returns how far.
+int64_t ready_segments(Tensor& weight, Tensor& bias, at::ScalarType dtype) {
+  const auto stride_of = [&](const Tensor& parameter) -> int64_t {
+    if (!parameter.select(0, 0).is_contiguous() || parameter.scalar_type() != dtype || !is_aligned16(parameter))
+      return -1;
+    return parameter.stride(0) * static_cast<int64_t>(parameter.element_size()) % 16 == 0 ? parameter.stride(0) : -1;
+  };
+  weight = materialized(weight);
+  if (bias.defined()) bias = materialized(bias);
+  const int64_t stride = stride_of(weight);
+  if (stride >= 0 && (!bias.defined() || stride_of(bias) == stride)) return stride;
+  const int64_t segments = weight.size(0), columns = weight.numel() / segments;
+  const int64_t vec = 16 / static_cast<int64_t>(c10::elementSize(dtype)), padded = (columns + vec - 1) / vec * vec;
+  for (Tensor* parameter : {&weight, &bias}) {
+    if (!parameter->defined()) continue;
+    const Tensor copy = empty({segments, padded}, dtype, *parameter);
+    copy.narrow(1, 0, columns).copy_(parameter->reshape({segments, columns}));
+    *parameter = copy;
+  }
+  return padded;
+}
+
 // A parameter as the kernels read it: contiguous, 16-byte aligned, of the given dtype. Copies only where it must.
 Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
   if (!parameter.defined()) return parameter;
@@ -216,6 +247,13 @@ Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
 Dropout dropout_of(const Tensor& philox, double p) {
   return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, dropout_threshold(p),
           dropout_scale(p)};
+}
+
+AfterNorm after_of(const AfterOptions& after, const Tensor& x) {
+  check_dropout(after.philox, after.dropout_p, x.device());
+  TORCH_CHECK(after.activation >= 0 && after.activation <= static_cast<int64_t>(Activation::kSilu) && x.is_cuda(),
+              "an activation or dropout of y needs CUDA tensors, and one of the activations there are");
+  return {static_cast<Activation>(after.activation), dropout_of(after.philox, after.dropout_p)};
 }
 
 // Whether a kernel reads what surrounds the norm together with it, or there is nothing around it.
@@ -292,7 +330,7 @@ void check_normalized_ndim(int64_t normalized_ndim, const Tensor& x) {
 }
 
 NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const NormOptions& options,
-                         bool save_stats, const AddOptions* add) {
+                         bool save_stats, const AddOptions* add, const AfterOptions* after) {
   check_x(x);
   TORCH_CHECK_VALUE(options.normalized_shape || weight.defined() || bias.defined(),
                     "normalized_shape is needed when neither weight nor bias is given");
@@ -302,8 +340,10 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   TORCH_CHECK(normalized_ndim >= 1, "normalized_shape must have at least one dimension, got ()");
   TORCH_CHECK(x.dim() >= normalized_ndim && x.sizes().slice(x.dim() - normalized_ndim) == shape,
               "x must have shape [*, " + text(shape) + "] to match normalized_shape, got [" + text(x.sizes()) + "]");
-  check_parameter("weight", weight, x, shape);
-  check_parameter("bias", bias, x, shape);
+  const int64_t segments = options.takes_segments ? segments_of(weight, normalized_ndim) : 0;
+  const at::IntArrayRef parameter_shape = segments > 0 && weight.sizes().slice(1) == shape ? weight.sizes() : shape;
+  check_parameter("weight", weight, x, parameter_shape);
+  check_parameter("bias", bias, x, parameter_shape);
   TORCH_CHECK_VALUE(weight.defined() || options.weight_offset == 0.0,
                     "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
                         std::to_string(options.weight_offset));
@@ -323,6 +363,10 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   const Extent extent = extent_of(x, normalized_ndim);
   TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31),
               "normalized_shape must hold fewer than 2**31 elements, got [" + text(shape) + "]");
+  TORCH_CHECK(segments == 0 ||
+                  (extent.rows % segments == 0 && extent.rows < (int64_t{1} << 31) && !(add && add->philox.defined())),
+              "a weight of several rows needs as many equal parts of fewer than 2**31 rows, and no dropout, got " +
+                  std::to_string(segments) + " for " + std::to_string(extent.rows) + " rows");
   const at::ScalarType acc_dtype = accumulation_type(x.scalar_type());
   Tensor y = empty(x.sizes(), y_dtype, x), stats, residual_out;
   if (add) residual_out = empty(x.sizes(), z_dtype, x);
@@ -352,9 +396,14 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   params.is_rms_norm = options.is_rms_norm;
   std::optional<RowView> residual_rows;
   AddStage stage;
-  if (add) {
+  if (add || after) {
     stage = {};
     stage.residual_strides = RowStrides{extent.rows, 0, 0};
+    stage.residual_dtype = stage.residual_out_dtype = params.x_dtype;
+    params.add = &stage;
+  }
+  if (after) stage.after = after_of(*after, x);
+  if (add) {
     if (add->residual.defined()) {
       residual_rows.emplace(add->residual, normalized_ndim, extent);
       stage.residual = residual_rows->tensor.const_data_ptr();
@@ -364,7 +413,18 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
     stage.residual_dtype = dtype_of(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
     stage.residual_out_dtype = dtype_of(z_dtype);
     stage.dropout = dropout_of(add->philox, add->dropout_p);
-    params.add = &stage;
+  }
+  Tensor ready_gate;
+  if (add && add->gate.defined()) {
+    ready_gate = add->gate;
+    const int64_t gates = segments_of(ready_gate, normalized_ndim);
+    TORCH_CHECK(x.is_cuda() && ready_gate.scalar_type() == x.scalar_type() && ready_gate.device() == x.device() &&
+                    gates > 0 && gates == std::max<int64_t>(segments, 1) &&
+                    ready_gate.numel() == gates * extent.hidden_size && !add->philox.defined(),
+                "gate must have a row for each of weight's, be of x's dtype and device, CUDA, and without dropout");
+    Tensor no_bias;
+    stage.gate_stride = ready_segments(ready_gate, no_bias, x.scalar_type());
+    stage.gate = ready_gate.const_data_ptr();
   }
 
   // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing. So are those
@@ -373,8 +433,14 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
   const bool widened = !same_dtype || (like.scalar_type() != z_dtype && !has_add_stage(params, x));
   const at::ScalarType weight_dtype = widened ? at::kFloat : like.scalar_type();
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
-  const Tensor ready_bias = ready_parameter(bias, weight_dtype);
+  Tensor ready_weight = weight, ready_bias = bias;
+  if (segments > 0) {
+    params.segments = static_cast<int>(segments);
+    params.weight_stride = ready_segments(ready_weight, ready_bias, weight_dtype);
+  } else {
+    ready_weight = ready_parameter(weight, weight_dtype);
+    ready_bias = ready_parameter(bias, weight_dtype);
+  }
   params.weight = data_or_null(ready_weight);
   params.bias = data_or_null(ready_bias);
   params.weight_dtype = dtype_of(weight_dtype);
@@ -385,7 +451,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
 NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
                             int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
                             bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add) {
+                            const AddGradOptions* add, const NormGradients* into) {
   check_x(x);
   check_normalized_ndim(normalized_ndim, x);
   const auto check_like_x = [&](const char* name, const Tensor& gradient) {
@@ -407,7 +473,18 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   wants_weight = wants_weight && weight.defined();
 
   const DeviceScope scope(x);
-  const at::IntArrayRef shape = x.sizes().slice(x.dim() - normalized_ndim);
+  const int64_t segments = segments_of(weight, normalized_ndim);
+  TORCH_CHECK(segments == 0 || extent.rows % segments == 0, "weight must be forward's");
+  const at::IntArrayRef shape = segments > 0 ? weight.sizes() : x.sizes().slice(x.dim() - normalized_ndim);
+  if (into) {
+    const auto check_into = [&](const char* name, const Tensor& sum) {
+      TORCH_CHECK(sum.defined() && sum.sizes() == shape && sum.scalar_type() == at::kFloat && sum.is_contiguous() &&
+                      sum.device() == x.device(),
+                  std::string(name) + " must be added to a contiguous float32 tensor of its shape on x's device");
+    };
+    if (wants_weight) check_into("grad_weight", into->weight);
+    if (bias_dtype) check_into("grad_bias", into->bias);
+  }
   const Dropout dropout = add ? dropout_of(add->philox, add->dropout_p) : Dropout{};
   const at::ScalarType x_dtype = add ? add->x_dtype : x.scalar_type();
   const bool wants_residual = add && add->residual_dtype;
@@ -416,8 +493,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   if (x.numel() == 0) {  // no rows: the sums over rows are 0
     if (wants_x) gradients.x = empty(x.sizes(), x_dtype, x);
     if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
-    if (wants_weight) gradients.weight = at::zeros(shape, weight.options());
-    if (bias_dtype) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
+    if (wants_weight && !into) gradients.weight = at::zeros(shape, weight.options());
+    if (bias_dtype && !into) gradients.bias = at::zeros(shape, x.options().dtype(bias_dtype));
     return gradients;
   }
 
@@ -429,8 +506,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const at::ScalarType grad_input_dtype = add ? x_dtype : kernel_dtype;
   if (wants_x) gradients.x = empty(x.sizes(), grad_input_dtype, x);
   if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
-  if (wants_weight) gradients.weight = empty(shape, weight.scalar_type(), x);
-  if (bias_dtype) gradients.bias = empty(shape, *bias_dtype, x);
+  if (wants_weight) gradients.weight = into ? into->weight : empty(shape, weight.scalar_type(), x);
+  if (bias_dtype) gradients.bias = into ? into->bias : empty(shape, *bias_dtype, x);
   if (!wants_x && !wants_residual && !wants_weight && !bias_dtype) return gradients;
 
   NormBackwardParams params{};
@@ -448,8 +525,9 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.hidden_size = extent.hidden_size;
   params.weight_offset = weight_offset;
   params.x_dtype = dtype_of(kernel_dtype);
-  params.grad_weight_dtype = dtype_of(weight.defined() ? weight.scalar_type() : kernel_dtype);
-  params.grad_bias_dtype = dtype_of(bias_dtype.value_or(kernel_dtype));
+  params.grad_weight_dtype = dtype_of(wants_weight ? gradients.weight.scalar_type() : kernel_dtype);
+  params.grad_bias_dtype = dtype_of(bias_dtype ? gradients.bias.scalar_type() : kernel_dtype);
+  params.accumulate = into;
   params.is_rms_norm = is_rms_norm;
   params.stats_grad = stats_grad;
   std::optional<RowView> grad_residual_rows;
@@ -478,7 +556,13 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
                                       : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
                                                                                              : at::kFloat;
-  const Tensor ready_weight = ready_parameter(weight, weight_dtype);
+  Tensor ready_weight = weight, no_bias;
+  if (segments > 0) {
+    params.segments = static_cast<int>(segments);
+    params.weight_stride = ready_segments(ready_weight, no_bias, weight_dtype);
+  } else {
+    ready_weight = ready_parameter(weight, weight_dtype);
+  }
   // LayerNorm of one element is 0 and, to the kernels, constant. With frozen statistics it has a slope: as RMSNorm of
   // 0.
   const bool is_zero = !stats_grad && !is_rms_norm && extent.hidden_size == 1;
@@ -496,7 +580,108 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.weight_dtype = dtype_of(weight_dtype);
   launch(params, x);
   if (wants_x && !add) gradients.x = of_dtype(gradients.x, x.scalar_type());
+  if (into) gradients.weight = gradients.bias = Tensor();
   return gradients;
+}
+
+namespace {
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+// What the operations beside backward are told of the norm. `x`: the tensor whose rows they read.
+struct NormAgain {
+  NormForwardParams params{};
+  RowView rows;
+  Tensor weight, bias;
+
+  NormAgain(const Tensor& x, const Tensor& given_weight, const Tensor& given_bias, const Tensor& stats,
+            int64_t normalized_ndim, double weight_offset, bool is_rms_norm)
+      : rows(x, normalized_ndim, extent_of(x, normalized_ndim)) {
+    const Extent extent = extent_of(x, normalized_ndim);
+    TORCH_CHECK(x.is_cuda() && is_supported(x.scalar_type()) && stats.is_contiguous() && stats.device() == x.device() &&
+                    stats.scalar_type() == accumulation_type(x.scalar_type()) &&
+                    stats.numel() >= extent.rows * (is_rms_norm ? 1 : 3),
+                "stats must be what norm_forward returned, of CUDA tensors");
+    const bool wide =
+        given_weight.defined() && given_bias.defined() && given_weight.scalar_type() != given_bias.scalar_type();
+    const Tensor& like = given_weight.defined() ? given_weight : given_bias.defined() ? given_bias : x;
+    const at::ScalarType dtype = wide ? accumulation_type(x.scalar_type()) : like.scalar_type();
+    for (const Tensor& parameter : {std::cref(given_weight), std::cref(given_bias)})
+      TORCH_CHECK(!parameter.defined() || (parameter.numel() == extent.hidden_size && parameter.device() == x.device()),
+                  "weight and bias must be forward's");
+    weight = ready_parameter(given_weight, dtype);
+    bias = ready_parameter(given_bias, dtype);
+    params.x = rows.tensor.const_data_ptr();
+    params.weight = data_or_null(weight);
+    params.bias = data_or_null(bias);
+    char* base = static_cast<char*>(const_cast<void*>(stats.const_data_ptr()));  // read only
+    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
+    params.rstd = base;
+    if (!is_rms_norm) {
+      params.mean = base + row_bytes;
+      params.mean_tail = base + 2 * row_bytes;
+    }
+    params.x_strides = rows.strides;
+    params.rows = extent.rows;
+    params.hidden_size = extent.hidden_size;
+    params.weight_offset = weight_offset;
+    params.x_dtype = dtype_of(x.scalar_type());
+    params.weight_dtype = dtype_of(dtype);
+    params.y_dtype = params.x_dtype;
+    params.is_rms_norm = is_rms_norm;
+  }
+};
+#endif
+
+}  // namespace
+
+Tensor after_norm_grad(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                       const Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
+                       const AfterOptions& after) {
+  check_normalized_ndim(normalized_ndim, x);
+  check_supported("grad_output", grad_output.scalar_type());
+  TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
+              "grad_output must have x's shape and device");
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  const DeviceScope scope(x);
+  const AfterNorm after_norm = after_of(after, x);
+  // Beside fp64 all is fp64
+  const bool is_double = x.scalar_type() == at::kDouble || grad_output.scalar_type() == at::kDouble;
+  const Tensor wide_grad = is_double ? of_dtype(grad_output, at::kDouble) : grad_output;
+  Tensor grad = empty(x.sizes(), wide_grad.scalar_type(), x);
+  if (x.numel() == 0) return grad;
+  const auto as_wide = [&](const Tensor& t) { return is_double && t.defined() ? of_dtype(t, at::kDouble) : t; };
+  NormAgain norm(as_wide(x), as_wide(weight), as_wide(bias), as_wide(stats), normalized_ndim, weight_offset,
+                 is_rms_norm);
+  const RowView grad_rows(wide_grad, normalized_ndim, extent_of(x, normalized_ndim));
+  norm.params.y_dtype = dtype_of(grad.scalar_type());
+  const AfterNormGradParams params{grad_rows.tensor.const_data_ptr(), grad.mutable_data_ptr(), grad_rows.strides,
+                                   after_norm};
+  C10_CUDA_CHECK(static_cast<cudaError_t>(
+      launch_after_norm_grad_cuda(norm.params, params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+  return grad;
+#else
+  (void)weight, (void)bias, (void)stats, (void)weight_offset, (void)is_rms_norm;
+  after_of(after, x);  // raises
+  return {};
+#endif
+}
+
+Tensor recover_x(const Tensor& y, const Tensor& weight, const Tensor& bias, const Tensor& stats,
+                 int64_t normalized_ndim, double weight_offset) {
+  check_normalized_ndim(normalized_ndim, y);
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  const DeviceScope scope(y);
+  Tensor x = empty(y.sizes(), y.scalar_type(), y);
+  if (x.numel() == 0) return x;
+  NormAgain norm(y, weight, bias, stats, normalized_ndim, weight_offset, /*is_rms_norm=*/true);
+  norm.params.y = x.mutable_data_ptr();
+  C10_CUDA_CHECK(
+      static_cast<cudaError_t>(launch_recover_cuda(norm.params, c10::cuda::getCurrentCUDAStream(y.get_device()))));
+  return x;
+#else
+  (void)weight, (void)bias, (void)stats, (void)weight_offset;
+  TORCH_CHECK(false, "recover_x needs CUDA tensors");
+#endif
 }
 
 Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {

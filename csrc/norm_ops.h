@@ -22,6 +22,9 @@ struct NormOptions {
   bool is_rms_norm;
   std::optional<at::ScalarType> out_dtype;
   bool stats_grad = true;  // false: backward takes mean and rstd for constants
+  // weight and bias may have one dimension more before those of normalized_shape: the rows are as many equal parts,
+  // each with its own.
+  bool takes_segments = false;
 };
 
 // z = residual + dropout(x) is normalized, where forward is given one of these.
@@ -29,6 +32,14 @@ struct AddOptions {
   at::Tensor residual;                           // undefined: 0
   std::optional<at::ScalarType> residual_dtype;  // of z: x's or fp32; otherwise residual's, or else x's
   at::Tensor philox;  // int64 [2] on x's device: the seed and offset of philox.h; or undefined
+  double dropout_p;
+  at::Tensor gate = {};  // of x's dtype, with as many rows as weight, which x is multiplied by; undefined: 1. CUDA only
+};
+
+// y = dropout(activation(norm(x))) is the result, where forward is given one of these. CUDA only.
+struct AfterOptions {
+  int64_t activation;  // an Activation of norm_params.h
+  at::Tensor philox;
   double dropout_p;
 };
 
@@ -42,7 +53,8 @@ at::ScalarType accumulation_type(at::ScalarType dtype);
 // stats, wanted for backward, holds one row of [rows] values for RMSNorm (rstd) and three for LayerNorm (rstd, mean,
 // mean_tail), in one allocation; undefined when save_stats is false. residual_out is z; undefined without `add`.
 NormResults norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                         const NormOptions& options, bool save_stats, const AddOptions* add = nullptr);
+                         const NormOptions& options, bool save_stats, const AddOptions* add = nullptr,
+                         const AfterOptions* after = nullptr);
 
 struct NormGradients {
   at::Tensor x, weight, bias, residual;
@@ -61,11 +73,21 @@ void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
 
 // Only what is wanted is computed: x, weight (with its dtype), and bias where a dtype is given for it. x, weight and
 // stats are forward's; the rows of stats may have any shape. Where the gradients of x and residual are the same values
-// in the same dtype, they are one tensor.
+// in the same dtype, they are one tensor. `into`: fp32 tensors that the wanted gradients of weight and bias are added
+// to; the result then holds none.
 NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                             bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add = nullptr);
+                            const AddGradOptions* add = nullptr, const NormGradients* into = nullptr);
+
+// The gradient of the norm from that of what is after it, of grad_output's dtype: the rest is norm_backward().
+at::Tensor after_norm_grad(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
+                           const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
+                           double weight_offset, bool is_rms_norm, const AfterOptions& after);
+
+// x - mean, rounded to y's dtype, from y and forward's statistics.
+at::Tensor recover_x(const at::Tensor& y, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& stats,
+                     int64_t normalized_ndim, double weight_offset);
 
 // Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
 at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);

@@ -20,6 +20,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to this; spelled so that C++ f
 namespace fused_layernorm {
 
 enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
+constexpr int dtype_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+constexpr DType accumulation_dtype(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
 // Where each row of a tensor starts, in elements. Rows come in groups of `rows_per_group` that lie `row_stride`
 // apart; groups lie `group_stride` apart. That covers a matrix with padded rows (one group) and a slice of a fused
@@ -46,15 +48,29 @@ struct Dropout {
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
-// Forward's load stage: z = residual + keep * dropout_scale * x in the accumulation type, rounded once to
+// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). In the order of
+// fused_layernorm/functional.py.
+enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+struct AfterNorm {
+  Activation activation;
+  Dropout dropout;
+
+  FLN_HOST_DEVICE bool is_there() const { return activation != Activation::kNone || dropout.philox; }
+};
+
+// Forward's load stage: z = residual + keep * dropout_scale * gate * x in the accumulation type, rounded once to
 // residual_out's type; the rounded z is what is normalized. A dropped element counts as 0, also where x is not finite.
 struct AddStage {
   const void* residual;  // [rows, hidden_size], elements of one row adjacent, or nullptr: 0
-  void* residual_out;    // z, [rows, hidden_size], contiguous, 16-byte aligned
+  void* residual_out;    // z, [rows, hidden_size], contiguous, 16-byte aligned; nullptr: not wanted, as z is x
   RowStrides residual_strides;
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; statistics, and what backward calls x, are of this type
   Dropout dropout;
+  // The last two on CUDA only. gate: [segments, hidden_size], of x's dtype, rows gate_stride apart; nullptr: 1
+  const void* gate;
+  int64_t gate_stride;
+  AfterNorm after;
 };
 
 // Backward's store stage: grad_z = (wdy - x_hat * c1 - c2) * rstd + grad_residual_out, in the accumulation type, then
@@ -89,6 +105,11 @@ struct NormForwardParams {
   int64_t hidden_size;  // >= 1
   double eps;
   double weight_offset;  // added to weight in the accumulation type (1.0: Gemma); 0 without weight
+  // Modulation: the rows are so many equal parts, each with weight and bias of its own, which lie weight_stride
+  // elements behind those of the part before. 0 or 1: one weight and bias for all rows. With more, fewer than 2^31
+  // rows.
+  int segments;
+  int64_t weight_stride;
   DType x_dtype;
   DType weight_dtype;  // of weight and bias: x_dtype or fp32
   DType y_dtype;
@@ -110,8 +131,8 @@ struct NormBackwardParams {
   const void* mean_tail;    // nullptr for RMSNorm
 
   void* grad_input;   // [rows, hidden_size], of x's dtype, contiguous, 16-byte aligned, or nullptr
-  void* grad_weight;  // [hidden_size] or nullptr
-  void* grad_bias;    // [hidden_size] or nullptr
+  void* grad_weight;  // [segments, hidden_size] or nullptr
+  void* grad_bias;    // [segments, hidden_size] or nullptr
   void* workspace;    // norm_backward_workspace_*() bytes, 16-byte aligned; contents undefined before and after
 
   RowStrides grad_output_strides;
@@ -119,14 +140,26 @@ struct NormBackwardParams {
   int64_t rows;         // >= 1
   int64_t hidden_size;  // >= 1
   double weight_offset;
+  int segments;  // as in forward
+  int64_t weight_stride;
   DType x_dtype;
   DType weight_dtype;       // x_dtype or fp32
   DType grad_weight_dtype;  // any of the four
   DType grad_bias_dtype;    // any of the four
   bool is_rms_norm;
   bool stats_grad;  // false: mean and rstd are constants
+  bool accumulate;  // add grad_weight and grad_bias, both fp32, to what is there
 
   const AddGradStage* add;  // in the host's memory; nullptr: forward had none
+};
+
+// Operations of their own beside the kernels of backward, on CUDA only, from what forward was told and saved. Elements
+// of one row of all tensors are adjacent.
+struct AfterNormGradParams {
+  const void* grad_output;  // [rows, hidden_size], of y_dtype
+  void* grad;               // [rows, hidden_size], of y_dtype: of the norm itself
+  RowStrides grad_output_strides;
+  AfterNorm after;
 };
 
 // keep(...) of every element as bytes of 0 and 1.
@@ -135,6 +168,60 @@ struct DropoutMaskParams {
   int64_t rows;   // >= 1
   int64_t hidden_size;
   Dropout dropout;
+};
+
+// One part of the rows of modulated norms as a problem of its own, without dropout, whose random words go by row.
+inline const void* advanced(const void* data, int64_t elements, DType dtype) {
+  return data ? static_cast<const char*>(data) + elements * dtype_bytes(dtype) : nullptr;
+}
+inline void* advanced(void* data, int64_t elements, DType dtype) {
+  return const_cast<void*>(advanced(static_cast<const void*>(data), elements, dtype));
+}
+
+struct ForwardSegment : NormForwardParams {
+  AddStage stage;
+
+  ForwardSegment(const ForwardSegment&) = delete;
+  ForwardSegment(const NormForwardParams& all, int segment) : NormForwardParams(all) {
+    rows = all.rows / all.segments;
+    segments = 0;
+    const int64_t first = segment * rows;
+    const DType acc_dtype = accumulation_dtype(all.add ? all.add->residual_out_dtype : x_dtype);
+    x = advanced(x, x_strides.offset(first), x_dtype);
+    y = advanced(y, first * hidden_size, y_dtype);
+    weight = advanced(weight, segment * weight_stride, weight_dtype);
+    bias = advanced(bias, segment * weight_stride, weight_dtype);
+    for (void** saved : {&rstd, &mean, &mean_tail}) *saved = advanced(*saved, first, acc_dtype);
+    if (!add) return;
+    stage = *add;
+    stage.residual = advanced(stage.residual, stage.residual_strides.offset(first), stage.residual_dtype);
+    stage.residual_out = advanced(stage.residual_out, first * hidden_size, stage.residual_out_dtype);
+    add = &stage;
+  }
+};
+
+struct BackwardSegment : NormBackwardParams {
+  AddGradStage stage;
+
+  BackwardSegment(const BackwardSegment&) = delete;
+  BackwardSegment(const NormBackwardParams& all, int segment) : NormBackwardParams(all) {
+    rows = all.rows / all.segments;
+    segments = 0;
+    const int64_t first = segment * rows;
+    const DType acc_dtype = accumulation_dtype(x_dtype);
+    x = advanced(x, x_strides.offset(first), x_dtype);
+    grad_output = advanced(grad_output, grad_output_strides.offset(first), add ? add->grad_output_dtype : x_dtype);
+    weight = advanced(weight, segment * weight_stride, weight_dtype);
+    for (const void** saved : {&rstd, &mean, &mean_tail}) *saved = advanced(*saved, first, acc_dtype);
+    grad_input = advanced(grad_input, first * hidden_size, add ? add->grad_input_dtype : x_dtype);
+    grad_weight = advanced(grad_weight, segment * hidden_size, grad_weight_dtype);
+    grad_bias = advanced(grad_bias, segment * hidden_size, grad_bias_dtype);
+    if (!add) return;
+    stage = *add;
+    stage.grad_residual_out = advanced(stage.grad_residual_out, stage.grad_residual_out_strides.offset(first), x_dtype);
+    stage.grad_residual = advanced(stage.grad_residual, first * hidden_size, stage.grad_residual_dtype);
+    add = &stage;
+  }
 };
 
 // What the bindings call. The CUDA launchers return a cudaError_t as int (0: launched). The workspace sizes are
@@ -150,6 +237,9 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
 bool has_add_stage_cuda(const NormForwardParams& params);
 bool has_add_stage_cuda(const NormBackwardParams& params);
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
+int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after, CUstream_st* stream);
+// x - mean from y, for backward with a mean of 0: into params.y, of x_dtype, from params.x, which is forward's y.
+int launch_recover_cuda(const NormForwardParams& params, CUstream_st* stream);
 
 void launch_norm_forward_cpu(const NormForwardParams& params);
 void launch_norm_backward_cpu(const NormBackwardParams& params);

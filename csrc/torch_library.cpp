@@ -24,7 +24,8 @@ NormOperatorResult op_norm_forward(const Tensor& x, const OptionalTensor& weight
                                    std::optional<at::ScalarType> out_dtype, bool stats_grad) {
   check_normalized_ndim(normalized_ndim, x);
   const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                            /*takes_segments=*/true};
   auto [y, stats, unused] =
       norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true);
   return {std::move(y), stats_like_rows(stats, x, leading)};
@@ -42,6 +43,29 @@ NormOperatorGradients op_norm_backward(const Tensor& grad_output, const Tensor& 
   return {or_empty(found.x), or_empty(found.weight), or_empty(found.bias)};
 }
 
+NormOperatorResult op_after_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                         const OptionalTensor& philox, int64_t normalized_ndim, double eps,
+                                         double weight_offset, bool is_rms_norm,
+                                         std::optional<at::ScalarType> out_dtype, int64_t activation,
+                                         double dropout_p) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype};
+  const AfterOptions after{activation, philox.value_or(Tensor()), dropout_p};
+  auto [y, stats, unused] = norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options,
+                                         /*save_stats=*/true, nullptr, &after);
+  return {std::move(y), stats_like_rows(stats, x, leading)};
+}
+
+Tensor op_after_norm_grad(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
+                          const OptionalTensor& bias, const Tensor& stats, const OptionalTensor& philox,
+                          int64_t normalized_ndim, double weight_offset, bool is_rms_norm, int64_t activation,
+                          double dropout_p) {
+  return after_norm_grad(grad_output, x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats.contiguous(),
+                         normalized_ndim, weight_offset, is_rms_norm,
+                         {activation, philox.value_or(Tensor()), dropout_p});
+}
+
 AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                   const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
                                   double eps, double weight_offset, bool is_rms_norm,
@@ -49,10 +73,29 @@ AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residua
                                   std::optional<at::ScalarType> residual_dtype) {
   check_normalized_ndim(normalized_ndim, x);
   const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad};
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                            /*takes_segments=*/true};
   const AddOptions add{residual.value_or(Tensor()), residual_dtype, philox.value_or(Tensor()), dropout_p};
   auto [y, stats, residual_out] =
       norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
+  return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
+}
+
+AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, const Tensor& gate, const Tensor& weight,
+                                    const OptionalTensor& bias, int64_t normalized_ndim, double eps,
+                                    double weight_offset, bool is_rms_norm, at::ScalarType out_dtype,
+                                    at::ScalarType residual_dtype) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading),
+                            eps,
+                            weight_offset,
+                            is_rms_norm,
+                            out_dtype,
+                            /*stats_grad=*/true,
+                            /*takes_segments=*/true};
+  const AddOptions add{residual, residual_dtype, {}, 0.0, gate};
+  auto [y, stats, residual_out] = norm_forward(x, weight, bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
   return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
 }
 
@@ -78,7 +121,7 @@ AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalT
 
 // All arguments are positional: DTensor keeps what it found for a call by these, and not by every keyword. stats holds
 // what norm_forward() says in norm_ops.h. A gradient that is not wanted is an empty tensor; bias_dtype None: not
-// wanted.
+// wanted. A weight [n, *normalized], and a bias likewise, means n equal parts of the rows, each with its own.
 TORCH_LIBRARY(fused_layernorm, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   library.def(
@@ -103,6 +146,22 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "ScalarType? bias_dtype, bool stats_grad, float dropout_p, ScalarType x_dtype, ScalarType? residual_dtype) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       tags);
+  // The same of z = residual + gate * x, on CUDA; gate [n, *normalized] as weight.
+  library.def(
+      "gated_norm_forward(Tensor x, Tensor residual, Tensor gate, Tensor weight, Tensor? bias, int normalized_ndim, "
+      "float eps, float weight_offset, bool is_rms_norm, ScalarType out_dtype, ScalarType residual_dtype) "
+      "-> (Tensor y, Tensor residual_out, Tensor stats)",
+      tags);
+  // y = dropout(activation(norm(x))), on CUDA, and the gradient of the norm from that of y: norm_backward has the rest.
+  library.def(
+      "after_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, float eps, "
+      "float weight_offset, bool is_rms_norm, ScalarType? out_dtype, int activation, float dropout_p) "
+      "-> (Tensor y, Tensor stats)",
+      tags);
+  library.def(
+      "after_norm_grad(Tensor grad_output, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, Tensor? philox, "
+      "int normalized_ndim, float weight_offset, bool is_rms_norm, int activation, float dropout_p) -> Tensor",
+      tags);
   library.def("dropout_mask(Tensor philox, int rows, int hidden_size, float dropout_p) -> Tensor", tags);
 }
 
@@ -120,6 +179,9 @@ TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("norm_backward", &fused_layernorm::op_norm_backward);
   library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
   library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
+  library.impl("after_norm_forward", &fused_layernorm::op_after_norm_forward);
+  library.impl("after_norm_grad", &fused_layernorm::op_after_norm_grad);
+  library.impl("gated_norm_forward", &fused_layernorm::op_gated_norm_forward);
   library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
 #endif

@@ -205,15 +205,14 @@ else:
 
 # ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
 
-norm_operator = norm_backward_operator = add_norm_operator = None
+norm_operator = norm_backward_operator = add_norm_operator = after_norm_operator = gated_norm_operator = None
 if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
     norm_operator = torch.ops.fused_layernorm.norm_forward.default
     norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
 
     @torch.library.register_fake(norm_operator)
     def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None, stats_grad=True):
-        leading = x.dim() - normalized_ndim
-        reference.check_norm_arguments(x, weight, bias, x.shape[leading:], weight_offset, out_dtype)
+        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
 
     @torch.library.register_fake(norm_backward_operator)
@@ -224,12 +223,18 @@ if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older
         grad_x = x.new_empty(x.shape if wants_x else 0)
         return grad_x, *_fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype)
 
+    def _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype):
+        if weight is not None and weight.dim() > normalized_ndim:  # one for each of several parts of the rows
+            weight, bias = weight[0], None if bias is None else bias[0]
+        shape = x.shape[x.dim() - normalized_ndim :]
+        reference.check_norm_arguments(x, weight, bias, shape, weight_offset, out_dtype)
+
     def _fake_stats(z, normalized_ndim, is_rms_norm):
         shape = (1 if is_rms_norm else 3, *z.shape[: z.dim() - normalized_ndim])
         return z.new_empty(shape, dtype=reference.accumulation_dtype(z.dtype))
 
     def _fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype):
-        shape = x.shape[x.dim() - normalized_ndim :]
+        shape = x.shape[x.dim() - normalized_ndim :] if weight is None else weight.shape
         return (
             weight.new_empty(shape) if wants_weight and weight is not None else x.new_empty(0),
             x.new_empty(shape, dtype=bias_dtype) if bias_dtype else x.new_empty(0),
@@ -244,8 +249,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
         x, residual, weight, bias, philox, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None,
         stats_grad=True, dropout_p=0.0, residual_dtype=None,
     ):  # fmt: skip
-        shape = x.shape[x.dim() - normalized_ndim :]
-        reference.check_norm_arguments(x, weight, bias, shape, weight_offset, out_dtype)
+        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
         z = x.new_empty(x.shape, dtype=reference.check_add_arguments(x, residual, residual_dtype, dropout_p))
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
 
@@ -265,6 +269,32 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
     @torch.library.register_fake(torch.ops.fused_layernorm.dropout_mask.default)
     def _(philox, rows, hidden_size, dropout_p):
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
+
+
+if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_forward"):
+    after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
+    gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
+    recover_x = extension.recover_x
+
+    @torch.library.register_fake(gated_norm_operator)
+    def _(
+        x, residual, gate, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, residual_dtype
+    ):  # fmt: skip
+        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        z = x.new_empty(x.shape, dtype=residual_dtype)
+        return x.new_empty(x.shape, dtype=out_dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
+
+    @torch.library.register_fake(after_norm_operator)
+    def _(x, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, activation, dropout_p):
+        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
+
+    @torch.library.register_fake(torch.ops.fused_layernorm.after_norm_grad.default)
+    def _(
+        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, activation, dropout_p
+    ):  # fmt: skip
+        is_double = torch.float64 in (grad_output.dtype, x.dtype)
+        return grad_output.new_empty(x.shape, dtype=torch.float64 if is_double else grad_output.dtype)
 
 
 def has_stages(device_type: str) -> bool:

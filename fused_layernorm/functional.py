@@ -339,21 +339,29 @@ def _norm_and_more(
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     reference.check_dropout_p(dropout_p)
     if accumulate_grad:
-        weight, bias = (_into_main_grad(name, t) for name, t in (("weight", weight), ("bias", bias)))
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            _check_main_grad(name, parameter)
+        if not (activation or dropout_p or memory_efficient) and _takes_kernel(x, weight, bias):
+            return NormFunction.apply(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding, True)
+        weight, bias = (_into_main_grad(t) for t in (weight, bias))
     if memory_efficient:
         if activation or dropout_p or rounding != "torch" or not stats_grad or (out_dtype or x.dtype) != x.dtype:
             raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
                              'rounding="torch" and stats_grad=True')  # fmt: skip
         return _memory_efficient_norm(x, weight, bias, shape, *options)
+    _check_activation(activation)
+    dropout_p = dropout_p if training else 0.0
     if not (activation or dropout_p):
         return _norm(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding)
-    wide = reference.accumulation_dtype(x.dtype)
-    y = _norm(x, weight, bias, shape, *options, wide, stats_grad, rounding)
-    y = _activate(y, activation)
+    philox = _draw_philox(x) if dropout_p else None
     dtype = out_dtype or x.dtype
-    if training and dropout_p:
-        return _dropout(y, _draw_philox(x), len(shape), dropout_p, dtype)
-    return y.to(dtype)
+    if _ops.after_norm_operator and x.is_cuda and stats_grad and rounding == "torch":
+        if _takes_operator(x, weight, bias, distributed=False):
+            kind = 1 + list(_ACTIVATIONS).index(activation) if activation else 0
+            return _ops.after_norm_operator(x, weight, bias, philox, len(shape), *options, dtype, kind, dropout_p)[0]
+    wide = reference.accumulation_dtype(x.dtype)
+    y = _activate(_norm(x, weight, bias, shape, *options, wide, stats_grad, rounding), activation)
+    return y.to(dtype) if philox is None else _dropout(y, philox, len(shape), dropout_p, dtype)
 
 
 def _add_norm(
@@ -364,6 +372,7 @@ def _add_norm(
         raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
+    _check_activation(activation)
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
     has_stage = rounding == "torch" and _ops.has_stages(x.device.type)
@@ -397,30 +406,175 @@ def _adaptive_norm(
         raise ValueError("gate needs a residual that the product is added to, got residual=None")
     wide = reference.accumulation_dtype(x.dtype)
     scale, shift, gate = (
-        None if t is None else reference.as_modulation(name, t, x, len(shape)).to(wide)
+        None if t is None else reference.as_modulation(name, t, x, len(shape))
         for name, t in (("scale", scale), ("shift", shift), ("gate", gate))
     )
-    z = x
-    if residual is not None:
-        z_dtype = reference.check_add_arguments(x, residual, residual_dtype, 0.0)
-        z = reference.add(x if gate is None else x.to(wide) * gate, residual, z_dtype)
+    z_dtype = x.dtype if residual is None else reference.check_add_arguments(x, residual, residual_dtype, 0.0)
+    y_dtype = out_dtype or x.dtype
+    parts = _parts_of_rows(x, scale, shift, len(shape))
+    if parts is not None and _takes_operator(x, scale, shift, weight, bias, gate, residual, distributed=False):
+        # A norm whose weight is 1 + scale and whose bias is shift
+        modulation_shape = scale.shape
+        scale, shift = (None if t is None else t.expand_as(scale).reshape(*parts, *shape) for t in (scale, shift))
+        offset = 1.0
+        if weight is not None or bias is not None:
+            factor, offset = 1 + scale.to(wide), 0.0
+            scale = factor if weight is None else factor * weight
+            moved = None if bias is None else factor * bias
+            shift = moved if shift is None else shift if moved is None else shift + moved
+        options = (len(shape), eps, offset, is_rms_norm, y_dtype)
+        if gate is None and residual is not None:
+            return _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
+        if gate is not None and parts and _gate_is_stage(x, gate, modulation_shape):
+            gate = gate.expand(modulation_shape).reshape(*parts, *shape)
+            return _ops.gated_norm_operator(x, residual, gate, scale, shift, *options, z_dtype)[:2]
+        z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
+        if z.dtype != x.dtype:
+            scale, shift = (None if t is None else t.to(wide) for t in (scale, shift))
+        y = _ops.norm_operator(z, scale, shift, *options)[0]
+    else:
+        z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
             weight, bias = (None if t is None else t.to(z.dtype) for t in (weight, bias))
-    y = _norm(z, weight, bias, shape, eps, 0.0, is_rms_norm, wide, True) * (1 + scale)
-    y = (y if shift is None else y + shift).to(out_dtype or x.dtype)
+        y = _norm(z, weight, bias, shape, eps, 0.0, is_rms_norm, wide, True) * (1 + scale.to(wide))
+        y = (y if shift is None else y + shift.to(wide)).to(y_dtype)
     return y if residual is None else (y, z)
+
+
+# Of fewer rows that share a scale the kernels, which keep a weight for all the rows they walk over, gain nothing.
+_ROWS_OF_A_SCALE = 8
+
+
+def _parts_of_rows(x, scale, shift, normalized_ndim):
+    """(n,) where the rows of x are n equal parts, one after the other, that share a scale and shift each, () where all
+    share one; None where it is otherwise, or the parts are too small for the kernels."""
+    leading = x.dim() - normalized_ndim
+    sizes, found = x.shape[:leading], scale.shape[:leading]
+    if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
+        return None
+    parts = 1
+    while parts <= leading and found[leading - parts :].numel() == 1:
+        parts += 1  # of the dimensions, from the last on, along which the scale is one
+    split = leading - (parts - 1)
+    if split == 0:
+        return ()
+    if found[:split] != sizes[:split] or sizes[split:].numel() < _ROWS_OF_A_SCALE or sizes[:split].numel() > 65535:
+        return None
+    return (sizes[:split].numel(),)
+
+
+def _gate_is_stage(x, gate, modulation_shape):
+    """Whether the kernel that modulates multiplies by the gate, too: one for the same rows as a scale."""
+    if not (_ops.gated_norm_operator and x.is_cuda and gate.dtype == x.dtype):
+        return False
+    return all(n in (1, of) for n, of in zip(gate.shape, modulation_shape, strict=True))
+
+
+def _gated_sum(x, gate, residual, dtype):
+    """residual + gate * x, rounded to dtype once."""
+    if gate is None:
+        return reference.add(x, residual, dtype)
+    if x.dtype == residual.dtype == gate.dtype == dtype:
+        return torch.addcmul(residual, x, gate)  # in the accumulation type
+    wide = reference.accumulation_dtype(x.dtype)
+    return reference.add(x.to(wide) * gate.to(wide), residual, dtype)
 
 
 def _as_shape(normalized_shape):
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
-def _activate(y, activation):
-    if not activation:
-        return y
-    if activation not in _ACTIVATIONS:
+def _check_activation(activation):
+    if activation and activation not in _ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, or None, got {activation!r}")
-    return _ACTIVATIONS[activation](y)
+
+
+def _activate(y, activation):
+    return _ACTIVATIONS[activation](y) if activation else y
+
+
+def _setup_after_norm(ctx, inputs, output):
+    x, weight, bias, philox, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias, philox, output[1])
+
+
+def _after_norm_backward(ctx, grad_output, _):
+    x, weight, bias, philox, stats = ctx.saved_tensors
+    normalized_ndim, eps, weight_offset, is_rms_norm, _, kind, dropout_p = ctx.options
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
+        shape, wide = x.shape[x.dim() - normalized_ndim :], reference.accumulation_dtype(x.dtype)
+        y = reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide)
+        y = _activate(y, list(_ACTIVATIONS)[kind - 1] if kind else None)
+        if philox is not None:
+            y = reference.dropout(y, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, wide)
+        wanted = [t for t, wants in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wants]
+        found = iter(torch.autograd.grad(y, wanted, grad_output.to(wide), create_graph=True))
+        gradients = [next(found) if wants else None for wants in (wants_x, wants_weight, wants_bias)]
+        return *gradients, *[None] * 8
+    grad = torch.ops.fused_layernorm.after_norm_grad(
+        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, kind, dropout_p
+    )
+    gradients = _ops.norm_backward_operator(
+        grad, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
+        bias.dtype if wants_bias else None,
+    )  # fmt: skip
+    wants = (wants_x, wants_weight, wants_bias)
+    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *[None] * 8
+
+
+def _setup_gated_norm(ctx, inputs, output):
+    x, residual, gate, weight, bias, *ctx.options = inputs
+    ctx.residual_dtype, ctx.bias_dtype = residual.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(x, residual, gate, weight, bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gated_norm_backward(ctx, grad_y, grad_z, _):
+    x, residual, gate, weight, bias, z, stats = ctx.saved_tensors
+    normalized_ndim, eps, weight_offset, is_rms_norm, y_dtype, z_dtype = ctx.options
+    wants_x, wants_residual, wants_gate, wants_weight, wants_bias = ctx.needs_input_grad[:5]
+    if grad_y is None and grad_z is None:
+        return (None,) * 11
+    if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
+        shape = x.shape[x.dim() - normalized_ndim :]
+        total = _gated_sum(x, reference.of_each_row(gate, x, normalized_ndim), residual, z_dtype)
+        y = reference.norm(total, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype)
+        results = [(t, g) for t, g in ((y, grad_y), (total, grad_z)) if g is not None]
+        inputs = (x, residual, gate, weight, bias)
+        wanted = [t for t, wants in zip(inputs, ctx.needs_input_grad, strict=False) if wants]
+        found = iter(torch.autograd.grad(
+            [t for t, _ in results], wanted, [g for _, g in results], create_graph=True, allow_unused=True
+        ))  # fmt: skip
+        return *(next(found) if wants else None for wants in ctx.needs_input_grad[:5]), *[None] * 6
+    if grad_y is None:
+        grad_y = torch.zeros_like(z, dtype=y_dtype)
+    grad_sum, _, grad_weight, grad_bias = torch.ops.fused_layernorm.add_norm_backward(
+        grad_y, grad_z, z, weight, stats, None, normalized_ndim, weight_offset, is_rms_norm,
+        wants_x or wants_residual or wants_gate, wants_weight, ctx.bias_dtype if wants_bias else None, True, 0.0,
+        z_dtype, None,
+    )  # fmt: skip
+    grad_x = grad_gate = None
+    if wants_x or wants_gate:  # gate * x is a norm whose statistics are constants, 0 and 1
+        ones = torch.ones_like(stats[:1], dtype=reference.accumulation_dtype(x.dtype))
+        grad_x, grad_gate, _ = _ops.norm_backward_operator(
+            grad_sum, x, gate, ones, normalized_ndim, 0.0, True, wants_x, wants_gate, None, False
+        )
+    return (
+        grad_x if wants_x else None, grad_sum.to(ctx.residual_dtype) if wants_residual else None,
+        grad_gate if wants_gate else None, grad_weight if wants_weight else None, grad_bias if wants_bias else None,
+        *[None] * 6,
+    )  # fmt: skip
+
+
+if _ops.gated_norm_operator:
+    torch.library.register_autograd(
+        "fused_layernorm::gated_norm_forward", _gated_norm_backward, setup_context=_setup_gated_norm
+    )
+if _ops.after_norm_operator:
+    torch.library.register_autograd(
+        "fused_layernorm::after_norm_forward", _after_norm_backward, setup_context=_setup_after_norm
+    )
 
 
 def _draw_philox(x):
@@ -442,14 +596,17 @@ def _dropout(x, philox, normalized_ndim, dropout_p, dtype):
     return DropoutFunction.apply(x, philox, normalized_ndim, dropout_p, dtype)
 
 
-def _into_main_grad(name, parameter):
-    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
+def _check_main_grad(name, parameter):
     if parameter is None or not parameter.requires_grad:
-        return parameter
+        return
     buffer = getattr(parameter, "main_grad", None)
     if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32 or buffer.shape != parameter.shape:
         raise ValueError(f"accumulate_grad needs {name}.main_grad, a float32 tensor of {name}'s shape")
-    return MainGradFunction.apply(parameter)
+
+
+def _into_main_grad(parameter):
+    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
+    return parameter if parameter is None or not parameter.requires_grad else MainGradFunction.apply(parameter)
 
 
 def _only_first_derivatives(option):
@@ -469,10 +626,14 @@ class MainGradFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         _only_first_derivatives("accumulate_grad")
-        parameter = ctx.parameter
-        parameter.main_grad.add_(grad_output)
-        parameter.grad_added_to_main_grad = True
-        return torch.zeros_like(parameter)
+        ctx.parameter.main_grad.add_(grad_output)
+        return _added_to_main_grad(ctx.parameter)
+
+
+def _added_to_main_grad(parameter):
+    """Says so on the parameter; returns what autograd is given for its gradient."""
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros_like(parameter)
 
 
 def _memory_efficient_norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm):
@@ -521,6 +682,16 @@ class MemoryEfficientFunction(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 7
         y, weight, bias, stats = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if y.is_cuda and y.dtype != torch.float16:  # in which x - mean may overflow
+            about_0 = torch.zeros_like(stats)
+            about_0[0] = stats[0]
+            x = _ops.recover_x(y, weight, bias, stats, len(ctx.shape), ctx.weight_offset)
+            found = _ops.norm_backward(
+                grad_output, x, weight, about_0, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
+                wants_weight, bias.dtype if wants_bias else None, True,
+            )  # fmt: skip
+            return *found, None, None, None, None
         x_hat = y.to(stats.dtype)
         if bias is not None:
             x_hat = x_hat - bias
@@ -530,7 +701,6 @@ class MemoryEfficientFunction(torch.autograd.Function):
         rows = x_hat.shape[: x_hat.dim() - len(ctx.shape)]
         own_stats = torch.zeros_like(stats)
         own_stats[0] = 1
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_x, grad_weight, grad_bias = _ops.norm_backward(
             grad_output, x_hat, None if weight is None else weight.to(stats.dtype), own_stats, len(ctx.shape),
             ctx.weight_offset, ctx.is_rms_norm, wants_x, wants_weight, bias.dtype if wants_bias else None, True,
@@ -604,7 +774,9 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
-                rounding):  # fmt: skip
+                rounding, accumulate_grad=False):  # fmt: skip
+        # The objects themselves, whose attributes are meant
+        ctx.parameters = (weight, bias) if accumulate_grad else None
         options = (normalized_shape, eps, weight_offset, is_rms_norm, out_dtype)
         if rounding == "torch":
             y, stats = _ops.norm_forward(x, weight, bias, *options, True, stats_grad)
@@ -622,11 +794,23 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:
-            return (None,) * 10
+            return (None,) * 11
         x, weight, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         bias_dtype = ctx.bias_dtype if wants_bias else None
-        if torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
+        if ctx.parameters:
+            _only_first_derivatives("accumulate_grad")
+            wanted = [t if wants else None for t, wants in zip(ctx.parameters, (wants_weight, wants_bias), strict=True)]
+            sums = [None if t is None else t.main_grad.contiguous() for t in wanted]
+            grad_x, _, _ = _ops.norm_backward(
+                grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
+                wants_x, wants_weight, bias_dtype, ctx.stats_grad, *sums,
+            )  # fmt: skip
+            for parameter, total in zip(wanted, sums, strict=True):
+                if parameter is not None and total is not parameter.main_grad:  # which is not contiguous
+                    parameter.main_grad.copy_(total)
+            grad_weight, grad_bias = (None if t is None else _added_to_main_grad(t) for t in wanted)
+        elif torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
             grad_x, grad_weight, grad_bias = _differentiable_backward(
                 grad_output, x, weight, ctx.normalized_ndim, ctx.eps, ctx.weight_offset, ctx.is_rms_norm, bias_dtype,
                 ctx.stats_grad,
@@ -637,4 +821,4 @@ class NormFunction(torch.autograd.Function):
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
                 wants_x, wants_weight, bias_dtype, ctx.stats_grad,
             )  # fmt: skip
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *[None] * 8

@@ -171,6 +171,15 @@ def add(x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (residual.to(wide) + x.to(wide)).to(dtype).contiguous()
 
 
+def of_each_row(parameter: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
+    """weight or bias as it is broadcast to x; [n, *normalized] belongs to n equal parts of x's rows."""
+    if parameter.dim() <= normalized_ndim:
+        return parameter
+    rows = x.shape[: x.dim() - normalized_ndim].numel()
+    each = rows // parameter.shape[0]
+    return parameter.unsqueeze(1).expand(-1, each, *parameter.shape[1:]).reshape(x.shape)
+
+
 def _x_hat_and_rstd(
     x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool
 ) -> tuple[Tensor, Tensor]:
@@ -210,9 +219,9 @@ def norm(
         if weight is not None:
             y = y * (weight + weight_offset if weight_offset else weight)
     elif weight is not None:
-        y = y * (weight.to(y.dtype) + weight_offset)
+        y = y * (of_each_row(weight, x, len(dims)).to(y.dtype) + weight_offset)
     if bias is not None:
-        y = y + (bias if rounding == "llama" else bias.to(y.dtype))
+        y = y + (bias if rounding == "llama" else of_each_row(bias, x, len(dims)).to(y.dtype))
     return y.to(out_dtype or x.dtype).contiguous()
 
 
@@ -241,10 +250,18 @@ def norm_backward(
     grad_weight = sum(grad_output * x_hat)          grad_bias = sum(grad_output)
     """
     dims = tuple(range(-len(normalized_shape), 0))
-    row_dims = tuple(range(x.dim() - len(normalized_shape)))
+
+    def sum_of_rows(values):  # of x's shape
+        if weight is not None and weight.dim() > len(dims):
+            return values.reshape(weight.shape[0], -1, *weight.shape[1:]).sum(1)
+        row_dims = tuple(range(x.dim() - len(dims)))
+        return values.sum(row_dims) if row_dims else values  # sum(()) would sum over every dimension
+
     x_hat, rstd = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
     grad_output = grad_output.to(x_hat.dtype)
-    wdy = grad_output if weight is None else grad_output * (weight.to(x_hat.dtype) + weight_offset)
+    wdy = grad_output
+    if weight is not None:
+        wdy = grad_output * (of_each_row(weight, x, len(dims)).to(x_hat.dtype) + weight_offset)
     grad_input = wdy
     if stats_grad:
         grad_input = grad_input - x_hat * (x_hat * wdy).mean(dims, keepdim=True)
@@ -253,11 +270,7 @@ def norm_backward(
     grad_input = (grad_input * rstd).to(x.dtype)
     grad_weight = grad_bias = None
     if weight is not None:
-        grad_weight = _sum(grad_output * x_hat, row_dims).to(weight.dtype)
+        grad_weight = sum_of_rows(grad_output * x_hat).to(weight.dtype)
     if bias_dtype is not None:
-        grad_bias = _sum(grad_output, row_dims).to(bias_dtype)
+        grad_bias = sum_of_rows(grad_output).to(bias_dtype)
     return grad_input, grad_weight, grad_bias
-
-
-def _sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return values.sum(dims) if dims else values  # sum(()) would sum over every dimension

@@ -1,0 +1,209 @@
+"""What is fused around a norm, against the same in PyTorch operations and in torch.compile's, in one run on a GPU:
+`python benchmarks/fusions.py [FOLDER] [--hidden 1024 4096 8192] [--dtype bf16] [--compiled 4096]`.
+
+x has 256 MiB. GPU time of CUDA graphs, forward without gradients, and backward of everything that has a gradient.
+`fraction`: of the rate of a copy of x, for the bytes that must be moved (reads and writes of tensors of x's size, as
+PASSES says). Writes fusions_*.json into FOLDER (default: benchmarks/output) and prints a table.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import fused_layernorm as fln  # noqa: E402
+from test_benchmark import DTYPES, environment  # noqa: E402
+
+SAMPLES = 8  # that have a scale and shift each
+EPS = 1e-6
+# Tensors of x's size that must be read or written, forward and backward
+PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6)}
+
+
+def tensors(rows, hidden_size, dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    found = {
+        "x": randn(SAMPLES, rows // SAMPLES, hidden_size),
+        "residual": randn(SAMPLES, rows // SAMPLES, hidden_size),
+    }
+    found |= {"weight": 1 + 0.1 * randn(hidden_size), "bias": randn(hidden_size)}
+    modulation = (0.1 * randn(SAMPLES, 1, 3 * hidden_size)).chunk(3, -1)
+    return found | dict(zip(("scale", "shift", "gate"), modulation, strict=True))
+
+
+def layer_norm(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def with_residual(norm, p=0.0):
+    def call(x, residual, *parameters):
+        z = residual + (F.dropout(x, p) if p else x)
+        return norm(z, *parameters), z
+
+    return call
+
+
+def rms_norm(x, weight):
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def modulate(x, scale, shift):
+    return F.layer_norm(x, x.shape[-1:], None, None, EPS) * (1 + scale) + shift
+
+
+def gated(x, residual, scale, shift, gate):
+    z = residual + gate * x
+    return modulate(z, scale, shift), z
+
+
+PLAIN = ("x", "weight", "bias")
+# name: (ours, in PyTorch operations or None, inputs, what is moved)
+FUSIONS = {
+    "layer_norm": (lambda *t: fln.fused_layer_norm(*t, EPS), layer_norm, PLAIN, "norm"),
+    "add_layer_norm": (
+        lambda *t: fln.fused_add_layer_norm(*t, EPS), with_residual(layer_norm),
+        ("x", "residual", "weight", "bias"), "add"),
+    "add_rms_norm": (
+        lambda *t: fln.fused_add_rms_norm(*t, None, EPS), with_residual(rms_norm), ("x", "residual", "weight"), "add"),
+    "add_layer_norm, dropout 0.1 of x": (
+        lambda *t: fln.fused_add_layer_norm(*t, EPS, dropout_p=0.1), with_residual(layer_norm, 0.1),
+        ("x", "residual", "weight", "bias"), "add_dropout"),
+    "layer_norm, dropout 0.1 of y": (
+        lambda *t: fln.fused_layer_norm(*t, EPS, dropout_p=0.1), lambda *t: F.dropout(layer_norm(*t), 0.1),
+        PLAIN, "norm"),
+    "layer_norm, gelu": (
+        lambda *t: fln.fused_layer_norm(*t, EPS, activation="gelu"), lambda *t: F.gelu(layer_norm(*t)), PLAIN, "norm"),
+    "layer_norm, silu": (
+        lambda *t: fln.fused_layer_norm(*t, EPS, activation="silu"), lambda *t: F.silu(layer_norm(*t)), PLAIN, "norm"),
+    "adaptive_layer_norm": (
+        lambda *t: fln.fused_adaptive_layer_norm(*t, eps=EPS), modulate, ("x", "scale", "shift"), "norm"),
+    "adaptive_layer_norm, residual": (
+        lambda x, residual, scale, shift: fln.fused_adaptive_layer_norm(x, scale, shift, residual=residual, eps=EPS),
+        lambda x, residual, scale, shift: (modulate(residual + x, scale, shift), residual + x),
+        ("x", "residual", "scale", "shift"), "add"),
+    "adaptive_layer_norm, gate, residual": (
+        lambda x, residual, scale, shift, gate: fln.fused_adaptive_layer_norm(
+            x, scale, shift, gate=gate, residual=residual, eps=EPS),
+        gated, ("x", "residual", "scale", "shift", "gate"), "gated"),
+    "layer_norm, frozen statistics": (
+        lambda *t: fln.fused_layer_norm(*t, EPS, stats_grad=False), None, PLAIN, "norm"),
+    "layer_norm, main_grad": (
+        lambda *t: fln.fused_layer_norm(*t, EPS, accumulate_grad=True), layer_norm, PLAIN, "norm"),
+    "rms_norm, memory_efficient": (
+        lambda *t: fln.fused_rms_norm(*t, None, EPS, memory_efficient=True), rms_norm, ("x", "weight"), "norm"),
+}  # fmt: skip
+
+
+class Timer:
+    def __init__(self, launches=10, rounds=9):
+        self.launches, self.rounds = launches, rounds
+        self.stream = torch.cuda.Stream()  # of forward too: backward runs where that ran
+
+    def us(self, call):
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for _ in range(self.launches):
+                    call()
+            samples = []
+            for _ in range(self.rounds + 2):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                samples.append(1000 * start.elapsed_time(end) / self.launches)
+        return statistics.median(samples[2:])
+
+
+def times(timer, function, inputs):
+    """(forward, backward) in microseconds."""
+    with torch.no_grad():
+        forward = timer.us(lambda: function(*inputs))
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    for leaf in leaves[1:]:
+        leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32) if leaf.dim() == 1 else None
+    with torch.cuda.stream(timer.stream):
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        gradients = [torch.randn_like(t) for t in results]
+    torch.cuda.synchronize()
+    return forward, timer.us(lambda: torch.autograd.grad(results, leaves, gradients, retain_graph=True))
+
+
+def copy_rate(timer):
+    """Bytes a microsecond, read and written."""
+    source = torch.randn(1 << 26, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / timer.us(lambda: target.copy_(source))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default=ROOT / "benchmarks" / "output", type=Path)
+    parser.add_argument("--hidden", nargs="*", type=int, default=[1024, 4096, 8192])
+    parser.add_argument("--dtype", nargs="*", default=["bf16"], choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--compiled", nargs="*", type=int, default=[4096], help="hidden sizes of torch.compile too")
+    parser.add_argument("--only", default="", help="part of the name of a fusion")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    from torch._functorch import config
+
+    config.donated_buffer = False  # backward is run many times from one forward
+    timer, found, started = Timer(), [], time.monotonic()
+    copy = copy_rate(timer)
+    print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
+    for dtype in args.dtype:
+        for hidden_size in args.hidden:
+            rows = (256 << 20) // (hidden_size * DTYPES[dtype].itemsize) // SAMPLES * SAMPLES
+            inputs = tensors(rows, hidden_size, DTYPES[dtype])
+            for name, (ours, theirs, names, moved) in FUSIONS.items():
+                if args.only not in name:
+                    continue
+                providers = {"fused": ours, "torch": theirs}
+                if theirs and hidden_size in args.compiled:
+                    torch.compiler.reset()
+                    providers["compile"] = torch.compile(theirs, dynamic=False)
+                for provider, function in providers.items():
+                    if not function:
+                        continue
+                    try:
+                        both = times(timer, function, [inputs[key] for key in names])
+                    except Exception as error:
+                        print(f"{name} {provider}: {type(error).__name__}: {error}"[:200], flush=True)
+                        continue
+                    for direction, us, passes in zip(("forward", "backward"), both, PASSES[moved], strict=True):
+                        must = passes * rows * hidden_size * DTYPES[dtype].itemsize
+                        found.append({
+                            "fusion": name, "direction": direction, "dtype": dtype, "rows": rows,
+                            "hidden_size": hidden_size, "provider": provider, "us": round(us, 2),
+                            "fraction": round(must / us / copy, 4),
+                        })  # fmt: skip
+                line = {p: [r for r in found[-6:] if r["provider"] == p and r["fusion"] == name] for p in providers}
+                print(f"{dtype} {hidden_size:6} {name:36}", *(
+                    f"{p} {r[0]['us']:7.1f} ({r[0]['fraction']:.2f}) {r[1]['us']:7.1f} ({r[1]['fraction']:.2f})"
+                    for p, r in line.items() if r), flush=True)  # fmt: skip
+            del inputs
+    args.folder.mkdir(parents=True, exist_ok=True)
+    meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES}
+    path = args.folder / f"fusions_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    path.write_text(json.dumps({"meta": meta, "results": found}, indent=1) + "\n")
+    print(f"wrote {path}, {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
