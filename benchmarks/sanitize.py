@@ -80,6 +80,7 @@ def list_calls():
     import torch
 
     from fused_layernorm import (
+        fused_adaptive_layer_norm,
         fused_add_layer_norm,
         fused_add_rms_norm,
         fused_layer_norm,
@@ -100,11 +101,23 @@ def list_calls():
         for leaves in wanted:
             torch.autograd.grad(results, leaves, gradients, retain_graph=True)
 
-    def plain(rows, hidden_size, dtype, weight_dtype, norm, out_dtype, stats_grad, shift):
+    def plain(rows, hidden_size, dtype, weight_dtype, norm, shift, options):
         x = tensor(dtype, rows, hidden_size, shift=shift)
         weight, bias = (tensor(weight_dtype, hidden_size) for _ in "wb")
-        y = norm(x, weight, bias, out_dtype=out_dtype, stats_grad=stats_grad)
+        if "memory_efficient" in options:
+            with torch.no_grad():  # for y to tell x
+                weight.copy_(weight.abs() + 1)
+                bias.clamp_(-1, 1)
+        y = norm(x, weight, bias, **options)
         backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)))
+
+    def modulated(samples, tokens, hidden_size, dtype, gated):
+        x, residual = (tensor(dtype, samples, tokens, hidden_size) for _ in "xr")
+        gate = tensor(dtype, samples, hidden_size) if gated else None
+        scale, shift = (tensor(dtype, samples, hidden_size) for _ in "ss")
+        results = fused_adaptive_layer_norm(x, scale, shift, gate=gate, residual=residual)
+        leaves = (x, residual, scale, shift) + ((gate,) if gated else ())
+        backward(results, tuple(torch.randn_like(t) for t in results), (leaves, (x,), leaves[-1:]))
 
     def add(rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype, norm, p, out_dtype, used):
         x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(weight_dtype, hidden_size) for _ in "wb"))
@@ -116,6 +129,9 @@ def list_calls():
         results = tuple(results[i] for i in used)
         backward(results, tuple(torch.randn_like(t) for t in results), wanted)
 
+    options = ({}, {}, {}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True},
+               {"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1})  # fmt: skip
+
     def rows_for(hidden_size):
         return {FEW, min(MANY, max(FEW, MANY_ELEMENTS // hidden_size))}
 
@@ -125,8 +141,8 @@ def list_calls():
         for hidden_size in lengths(kinds[dtype]):
             for rows in rows_for(hidden_size):
                 calls.append((plain, rows, hidden_size, dtype, weight_dtype,
-                              draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((None, None, None, single)),
-                              draw.random() < 0.8, draw.choice((0, 0, 1))))  # fmt: skip
+                              draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((0, 0, 1)),
+                              draw.choice(options)))  # fmt: skip
 
     def add_call(rows, hidden_size, dtype, residual_dtype, z_dtype, p, out_dtype=None):
         weight_dtype = draw.choice((dtype, single if dtype != double else double))
@@ -147,6 +163,10 @@ def list_calls():
         add_call(37, 520, dtype, dtype, single, p)
         add_call(37, 520, dtype, single, dtype, p)
         add_call(37, 520, dtype, dtype, dtype, p, out_dtype=single)
+    for dtype, hidden_size, gated in itertools.product(
+        (half, brain, single, double), (131, 264, 1024, 4099, 20000), (False, True)
+    ):
+        calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, gated))
     draw.shuffle(calls)
     return calls
 
