@@ -126,7 +126,7 @@ def main():
             torchs.same_masks = False  # how one would write it
             _, seconds, memory = train(copy.deepcopy(model), add_norm, min(steps, 50), shape, device)
             print(f"{kind:<6} {name:<6} {losses[name][0]:10.4f} {losses[name][-1]:10.4f} {1e3 * seconds:10.2f} "
-                  f"{memory / 1e6 if memory else float('nan'):8.1f}")  # fmt: skip
+                  f"{f'{memory / 1e6:.1f}' if memory else '-':>8}")  # fmt: skip
         # Rounding differs, and training amplifies it: a few units of the dtype at first, a hundredth in the end.
         first = abs(losses["fused"][0] - losses["torch"][0]) / losses["torch"][0]
         last = abs(sum(losses["fused"][-10:]) - sum(losses["torch"][-10:])) / sum(losses["torch"][:10])

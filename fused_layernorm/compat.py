@@ -1,4 +1,4 @@
-"""Apex's names and signatures for its norms, on this library's kernels, so that code written for them runs unchanged:
+"""Apex's names and signatures for its norms, on this library's kernels, so that code written for them runs unchanged::
 
     from fused_layernorm.compat import FusedLayerNorm, MixedFusedRMSNorm, FusedLayerNormAffineFunction, FastLayerNormFN
 

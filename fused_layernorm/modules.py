@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ class FusedAddLayerNorm(nn.LayerNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         dropout_p: float = 0.0,
         residual_dtype: torch.dtype | None = None,
@@ -53,7 +54,9 @@ class FusedAddLayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
 
-    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return fused_add_layer_norm(input, residual, self.weight, self.bias, self.eps, **_add_options(self))
 
     def extra_repr(self) -> str:
@@ -71,8 +74,8 @@ class FusedAddRMSNorm(nn.RMSNorm):
         normalized_shape: int | Sequence[int],
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         dropout_p: float = 0.0,
         residual_dtype: torch.dtype | None = None,
@@ -81,7 +84,9 @@ class FusedAddRMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
 
-    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return fused_add_rms_norm(input, residual, self.weight, None, self.eps, **_add_options(self))
 
     def extra_repr(self) -> str:
@@ -100,12 +105,12 @@ class FusedAdaptiveLayerNorm(nn.LayerNorm):
         eps: float = 1e-6,
         elementwise_affine: bool = False,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, input: Tensor, scale: Tensor, shift: Tensor, *, gate: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         return fused_adaptive_layer_norm(
@@ -114,7 +119,7 @@ class FusedAdaptiveLayerNorm(nn.LayerNorm):
         )  # fmt: skip
 
 
-def _add_options(module: FusedAddLayerNorm | FusedAddRMSNorm) -> dict:
+def _add_options(module: FusedAddLayerNorm | FusedAddRMSNorm) -> dict[str, Any]:
     return {
         "dropout_p": module.dropout_p,
         "training": module.training,

@@ -152,7 +152,7 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
         c0, c2 = ((product1 >> 32) & low) ^ c1 ^ key0, ((product0 >> 32) & low) ^ c3 ^ key1
         c1, c3 = product1 & low, product0 & low
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(1)[:, :hidden_size]
+    words = torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :hidden_size]  # all of [rows, quads] after four rounds
     return words >= int(dropout_p * 2**32)
 
 
@@ -183,7 +183,7 @@ def of_each_row(parameter: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
 def _x_hat_and_rstd(
     x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    def source(z):  # what statistics are taken of
+    def source(z: Tensor) -> Tensor:  # what statistics are taken of
         return z if stats_grad else z.detach()
 
     z = x.to(accumulation_dtype(x.dtype))

@@ -134,8 +134,8 @@ def replace_norms(
 def restore_norms(model: nn.Module) -> ReplaceReport:
     """Undo `replace_norms`: give each fused norm of `model` its original class back, in place.
 
-    Modules built as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too, which
-    leaves a model that needs this library no more.
+    Modules built as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too.
+    Others of this library, such as `FusedAddLayerNorm`, stay: torch.nn has none of their kind.
     """
     originals = {fused: original for original, fused in _TORCH_CLASSES.items()}
     entries = []
@@ -167,7 +167,8 @@ def _is_norm(module: nn.Module) -> bool:
 def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
     """The fused class for a module and a note on its numerics; or None and why the module has to be left."""
     cls = type(module)
-    if cls in _TORCH_CLASSES.values() or _FusedKnownNorm in cls.__bases__:
+    package = cls.__module__.partition(".")[0]
+    if package == __package__:
         return None, "fused already"
     if isinstance(module, _OTHER_TORCH_NORMS):
         return None, "not a LayerNorm or RMSNorm"
@@ -184,7 +185,6 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
         if "weight" not in module._parameters:
             return None, "its weight is not a Parameter of its own (sharded or reparametrized)"
         return _TORCH_CLASSES[cls], ""
-    package = cls.__module__.partition(".")[0]
     if package not in _KNOWN_PACKAGES:
         base = next((base.__name__ for base in _TORCH_CLASSES if issubclass(cls, base)), None)
         return None, f"a subclass of {base}" if base else "unknown numerics"

@@ -520,7 +520,8 @@ def test_wheel_without_extension_is_reproducible_and_complete(sources):
     shipped = {name for name in names if ".dist-info/" not in name}
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_layernorm").rglob("*.py")}
     wanted |= {f"fused_layernorm/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}  # for build()
-    assert shipped == wanted | {"fused_layernorm/_build_info.py", "fused_layernorm/py.typed"}
+    typed = {"fused_layernorm/py.typed", "fused_layernorm/functional.pyi"}
+    assert shipped == wanted | {"fused_layernorm/_build_info.py"} | typed
 
 
 def test_wheel_to_hand_on_is_not_made_without_an_extension(sources):

@@ -13,7 +13,7 @@ from checks import DEVICES
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, ProfileReport, ReplaceReport, profile, replace_norms
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, ProfileReport, ReplaceReport, profile, replace_norms
 from fused_layernorm.__main__ import call_target
 from fused_layernorm.replace import NormEntry
 from test_correctness import one_thread
@@ -106,7 +106,7 @@ def report_of(replaced=1, calls=4, saved=1.0, noise=0.1):
 @pytest.mark.parametrize(
     "report, verdict",
     [
-        (report_of(calls=0), "No norm was called: there is nothing to save"),
+        (report_of(calls=0), "No norm module was called: there is nothing to replace"),
         (report_of(replaced=0), "none of these norms can be replaced"),
         (
             report_of(saved=0.05),
@@ -119,6 +119,31 @@ def report_of(replaced=1, calls=4, saved=1.0, noise=0.1):
 )
 def test_verdict(report, verdict):
     assert verdict in report.verdict
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("train", [False, True])
+def test_norms_with_a_residual(device, train):
+    """They are called with two tensors or with None, and return two; they count, and are fused already."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = FusedAddLayerNorm(32, dropout_p=0.1), FusedAddLayerNorm(32, dropout_p=0.1)
+            self.last = nn.LayerNorm(32)
+
+        def forward(self, x):
+            y, residual = self.first(x, None)
+            y, residual = self.second(y, residual)
+            return self.last(y + residual)
+
+    report = profile(Block().to(device).train(train), torch.randn(64, 32, device=device), train=train, seconds=0.05)
+    assert report.calls == 3
+    assert [entry.name for entry in report.norms.replaced] == ["last"]
+    assert [(entry.name, entry.reason) for entry in report.norms.left] == [
+        ("first", "fused already"),
+        ("second", "fused already"),
+    ]
 
 
 def test_nothing_to_save():

@@ -16,7 +16,7 @@ import torch
 from checks import DEVICES, check_model, loss_and_gradients, package, randomize_norms
 from torch import nn
 
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm, replace_norms, restore_norms
+from fused_layernorm import FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm, compat, replace_norms, restore_norms
 
 # ---------------------------------------------------------------------------------------------------- plain torch
 
@@ -96,6 +96,8 @@ def test_exact_classes_only_and_reasons():
         "group": (nn.GroupNorm(2, 8), "not a LayerNorm or RMSNorm"),
         "instance": (nn.InstanceNorm1d(8), "not a LayerNorm or RMSNorm"),
         "fused": (FusedLayerNorm(8), "fused already"),
+        "add": (FusedAddRMSNorm(8), "fused already"),
+        "apex": (compat.FastLayerNorm(8), "fused already"),
         "excluded": (nn.LayerNorm(8), "filtered out"),
     }
     model = nn.ModuleDict({name: module for name, (module, _) in modules.items()})

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from fused_layernorm import (
+    FusedAddLayerNorm,
     FusedLayerNorm,
     FusedRMSNorm,
     ReplaceReport,
     backend,
+    fused_adaptive_layer_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
     replace_norms,
@@ -24,6 +28,11 @@ def use(x: Tensor, weight: nn.Parameter, bias: Tensor | None, model: nn.Module) 
     assert_type(fused_rms_norm(x, weight, eps=None, normalized_shape=4), Tensor)
     assert_type(FusedLayerNorm(4, eps=1e-6, bias=False, dtype=torch.bfloat16).forward(x), Tensor)
     assert_type(FusedRMSNorm((3, 4), elementwise_affine=False).forward(x), Tensor)
+    assert_type(fused_add_layer_norm(x, None, weight, dropout_p=0.1), tuple[Tensor, Tensor])
+    assert_type(fused_add_rms_norm(x, x, weight, return_dropout_mask=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(fused_adaptive_layer_norm(x, x, x), Tensor)
+    assert_type(fused_adaptive_layer_norm(x, x, x, residual=x), tuple[Tensor, Tensor])
+    assert_type(FusedAddLayerNorm(4, dropout_p=0.1).forward(x, None), tuple[Tensor, Tensor])
     assert_type(backend(), str)
     report = replace_norms(model)
     assert_type(report, ReplaceReport)

@@ -17,7 +17,10 @@ IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 HOME_ONLY = "\n\n" + "\n".join(
     f"```{{toctree}}\n:caption: {caption}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
     for caption, pages in {
-        "Use": ["docs/install", "docs/migration", "docs/api", "docs/pytorch", "docs/models", "docs/troubleshooting"],
+        "Use": [
+            *("docs/install", "docs/migration", "docs/api", "docs/fusions", "docs/pytorch", "docs/models"),
+            "docs/troubleshooting",
+        ],
         "Trust": ["benchmarks/README", "docs/reliability", "SECURITY", "CHANGELOG"],
         "Build": ["docs/how_it_works", "docs/extending", "docs/checklist", "examples/README", "CONTRIBUTING"],
     }.items()

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def with_cuda() -> bool:
     wanted = os.environ.get("USE_CUDA", "1") != "0"
-    return wanted and torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
+    has_card = torch.cuda.is_available() or "TORCH_CUDA_ARCH_LIST" in os.environ  # else torch knows none to compile for
+    return wanted and has_card and torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
 
 
 def sources() -> list[str]:

@@ -1,0 +1,134 @@
+"""The pages say what is so: quoted messages are in the sources, calls in tables run, every public name is listed."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_layernorm
+from fused_layernorm import compat
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+FUNCTIONS = [getattr(fused_layernorm, name) for name in fused_layernorm.__all__ if name.startswith("fused_")]
+
+
+def rows_of(page):
+    """The cells of each row of a page's tables, without headings."""
+    lines = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [row for row in rows if row[0] not in ("from", "what you see")]
+
+
+NOT_OURS = {"no kernel image is available", "CUDA error: an illegal memory access ..."}
+
+
+def literal(node):
+    """A string of a syntax tree, with "..." for values."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "..."
+
+
+def python_strings():
+    for path in [*ROOT.glob("fused_layernorm/*.py"), ROOT / "setup.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.JoinedStr, ast.Constant)):
+                yield literal(node)
+
+
+def python_errors():
+    """The messages of all errors that the package and its build raise; not those that only hand on what they caught."""
+    for path in [*ROOT.glob("fused_layernorm/*.py"), ROOT / "setup.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                message = literal(node.exc.args[0])
+                if re.search("[a-z]{2}", message):
+                    yield message
+
+
+def cpp_strings():
+    """Literals with what is between them: "..." for values."""
+    for path in ROOT.glob("csrc/*.cpp"):
+        text = re.sub(r'"\s*"', "", path.read_text())
+        yield re.sub(r'"\s*\+[^";]*\+\s*"', "...", text)
+
+
+def on_the_page():
+    """What the page quotes, each as (the quotation, a pattern for it)."""
+    for row in rows_of("troubleshooting.md"):
+        for quoted in re.findall(r'"([^"]+)"', row[0]):
+            if quoted not in NOT_OURS:
+                yield quoted, ".*".join(map(re.escape, quoted.split("...")))
+
+
+def test_messages_on_the_page_are_ours():
+    ours = [*python_strings(), *cpp_strings()]
+    quotations = list(on_the_page())
+    assert len(quotations) > 40
+    missing = [quoted for quoted, pattern in quotations if not any(re.search(pattern, text) for text in ours)]
+    assert not missing
+
+
+def test_our_errors_are_on_the_page():
+    patterns = [pattern for _, pattern in on_the_page()]
+    errors = list(python_errors())
+    assert len(errors) > 40
+    assert not [error for error in errors if not any(re.search(pattern, error) for pattern in patterns)]
+
+
+@pytest.mark.parametrize("row", rows_of("migration.md"), ids=lambda row: f"{row[0]}-{row[2][:40]}")
+def test_new_calls_of_the_migration_table_run(row):
+    _, _, new = row
+    torch.manual_seed(0)
+    N, M = 16, 24
+    names = {name: getattr(fused_layernorm, name) for name in fused_layernorm.__all__}
+    names |= {"torch": torch, "nn": torch.nn, "N": N, "M": M, "eps": 1e-5, "p": 0.1}
+    names |= {name: torch.randn(4, 5, N, requires_grad=True) for name in ("x", "residual", "scale", "shift")}
+    names |= {name: torch.nn.Parameter(torch.rand(N) + 1) for name in ("weight", "bias")}
+    for parameter in (names["weight"], names["bias"]):
+        parameter.main_grad = torch.zeros(N)
+    calls = re.findall(r"`([^`]+)`", new)
+    for call in calls:
+        if call in ("compat",):
+            continue
+        option = re.fullmatch(r"(\w+)=\S+", call)
+        if option:
+            assert any(option[1] in inspect.signature(function).parameters for function in FUNCTIONS), call
+        else:
+            exec(call, dict(names))
+    assert calls or "multiply" in new
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (DOCS / "api.md").read_text()
+    listed = re.findall(r":: fused_layernorm\.(\w+)", page)
+    assert sorted(listed) == sorted([*fused_layernorm.__all__, "compat"])
+    assert all(getattr(fused_layernorm, name).__doc__ for name in fused_layernorm.__all__) and compat.__doc__
+
+
+def test_the_first_code_of_the_readme_runs(capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    exec(code, {})
+    assert "replaced" in capsys.readouterr().out
+
+
+def test_the_stub_has_the_signatures():
+    tree = ast.parse((ROOT / "fused_layernorm" / "functional.pyi").read_text())
+    stubs = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert {stub.name for stub in stubs} == {function.__name__ for function in FUNCTIONS}
+    first = {stub.name: stub for stub in reversed(stubs)}  # of overloads: the one with all defaults
+    for stub in stubs:
+        found = inspect.signature(getattr(fused_layernorm, stub.name))
+        by_kind = [(argument.arg, "POSITIONAL_OR_KEYWORD") for argument in stub.args.args]
+        by_kind += [(argument.arg, "KEYWORD_ONLY") for argument in stub.args.kwonlyargs]
+        assert by_kind == [(name, parameter.kind.name) for name, parameter in found.parameters.items()]
+    for stub in first.values():
+        defaults = [*stub.args.defaults, *filter(None, stub.args.kw_defaults)]
+        parameters = inspect.signature(getattr(fused_layernorm, stub.name)).parameters.values()
+        assert [ast.literal_eval(default) for default in defaults] == [
+            parameter.default for parameter in parameters if parameter.default is not parameter.empty
+        ]
