@@ -251,7 +251,7 @@ def norm_backward(
     """
     dims = tuple(range(-len(normalized_shape), 0))
 
-    def sum_of_rows(values):  # of x's shape
+    def sum_of_rows(values: Tensor) -> Tensor:  # of x's shape
         if weight is not None and weight.dim() > len(dims):
             return values.reshape(weight.shape[0], -1, *weight.shape[1:]).sum(1)
         row_dims = tuple(range(x.dim() - len(dims)))
