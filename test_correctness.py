@@ -96,6 +96,7 @@ class Case:
     eps: float | None = 1e-5
     weight_offset: float = 0.0
     out_dtype: torch.dtype | None = None
+    stats_grad: bool = True
     cuda_only: bool = False  # too large for the CPU's time
     core: bool = False  # also run on the reference backend
 
@@ -104,7 +105,8 @@ class Case:
         for name, kind in (("w", self.weight), ("b", self.bias)):
             if kind is not X:
                 parts.append(f"{name}:{DTYPE_NAMES.get(kind, 'none')}")
-        for name in ("normalized_ndim", "values", "layout", "grad_layout", "parameter_layout", "eps", "weight_offset"):
+        for name in ("normalized_ndim", "values", "layout", "grad_layout", "parameter_layout", "eps", "weight_offset",
+                     "stats_grad"):  # fmt: skip
             if getattr(self, name) != Case.__dataclass_fields__[name].default:
                 parts.append(f"{name}:{getattr(self, name)}")
         return "-".join(parts + ([f"out:{DTYPE_NAMES[self.out_dtype]}"] if self.out_dtype else []))
@@ -364,11 +366,15 @@ def fused(case, x, weight, bias):
         options["weight_offset"] = case.weight_offset
     if case.out_dtype is not None:
         options["out_dtype"] = case.out_dtype
+    if not case.stats_grad:
+        options["stats_grad"] = False
     return OPS[case.op](x, weight, bias, case.eps, **options)
 
 
 def with_torch(case, x, weight, bias):
     """The same from torch.nn.functional, in the dtype of what it is given (bias and offset added around it)."""
+    if not case.stats_grad:  # torch has no such norm
+        return in_plain_operations(case, x, weight, bias)
     if case.weight_offset and weight is not None:
         weight = weight + case.weight_offset
     # As one normalized dimension: with several, backward of torch 2.11 fails above 65536 rows (pytorch 193016).
@@ -389,10 +395,14 @@ def in_plain_operations(case, x, weight, bias):
     """The definition, for fp64 input: what is called the truth below."""
     dims = tuple(range(-case.normalized_ndim, 0))
     eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
+
+    def source(x):  # what statistics are taken of
+        return x if case.stats_grad else x.detach()
+
     if case.op == "layer_norm":
-        x = x - x.mean(dims, keepdim=True)
-        x = x - x.mean(dims, keepdim=True)  # the first mean was rounded
-    y = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+        x = x - source(x).mean(dims, keepdim=True)
+        x = x - source(x).mean(dims, keepdim=True)  # the first mean was rounded
+    y = x * (source(x).square().mean(dims, keepdim=True) + eps).rsqrt()
     if weight is not None:
         y = y * (weight + case.weight_offset)
     return y if bias is None else y + bias
@@ -436,7 +446,7 @@ def expected(case, inputs):
       1. one unit in the last place of the result's dtype (half of it is rounding, the rest is for results beside a
          tie), plus `few` units of the accumulation type times the size of the terms that were added up:
            y            |x_hat * w| + |b|
-           grad_input   rstd * (|wdy| + |x_hat| * mean|x_hat * wdy| + mean|wdy|)
+           grad_input   rstd * (|wdy| + |x_hat| * mean|x_hat * wdy| + mean|wdy|); frozen statistics: rstd * |wdy|
            grad_weight  sqrt(rows) * rms over the rows of (grad_output * x_hat), + |the sum|; grad_bias likewise.
                         sqrt(rows), because the roundings of different rows are independent of each other
          where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
@@ -486,6 +496,8 @@ def expected(case, inputs):
         "weight": over_rows((dy * (few_of_row * x_hat.abs() + shift)).abs().clamp_min(few * tiny)),
         "bias": few * over_rows(dy.abs().clamp_min(tiny)),
     }  # fmt: skip
+    if not case.stats_grad:
+        terms["x"] = rstd * few_of_row * wdy
     dtypes = {"y": case.y_dtype, "x": case.dtype}
     limits = {}
     for name, value in truth.items():
@@ -506,6 +518,7 @@ def expected(case, inputs):
 def torch_result(case, inputs):
     """torch's own answer in x's dtype; where torch does not take the mix of dtypes, in fp32 and then rounded."""
     plain = not case.weight_offset and case.out_dtype is None and (case.op == "layer_norm" or inputs.bias is None)
+    plain = plain and case.stats_grad
     present = [getattr(inputs, name) for name in inputs.present()]
     if plain and all(t.dtype == case.dtype for t in present):
         return run(with_torch, case, inputs)

@@ -1,4 +1,8 @@
-"""Turns pytest's --junitxml report into a record: `python benchmarks/record_tests.py REPORT FOLDER`."""
+"""Turns pytest's --junitxml reports into a record: `python benchmarks/record_tests.py REPORT... FOLDER`.
+
+It is named after the first report, up to a "_": fuzz_1.xml becomes fuzz_DATE.json. Reports of several processes that
+ran the same tests are added up.
+"""
 
 import collections
 import datetime
@@ -19,8 +23,20 @@ def outcome(case):
     return "passed"
 
 
-def main(report, folder):
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+def figures(cases):
+    """What tests measured (pytest's record_property), by the test's name; a number of cases is the sum of all runs."""
+    found = {}
+    for case in cases:
+        for item in case.iter("property"):
+            of_test = found.setdefault(case.get("name"), {})
+            name, value = item.get("name"), item.get("value")
+            of_test[name] = of_test.get(name, 0) + int(value) if name == "fuzz_cases" else value
+    return found
+
+
+def main(*arguments):
+    *reports, folder = map(Path, arguments)
+    cases = [case for report in reports for case in ElementTree.parse(report).getroot().iter("testcase")]
     counts = collections.Counter(outcome(case) for case in cases)
     by_file = collections.Counter((case.get("classname"), outcome(case)) for case in cases)
     on_gpu = collections.Counter(outcome(case) for case in cases if "cuda" in case.get("name"))
@@ -28,20 +44,16 @@ def main(report, folder):
     record = {
         "meta": environment(),
         "tests": {
+            "processes": len(reports),
             **{name: counts[name] for name in ("passed", "failed", "skipped")},
             "with_cuda_in_name": dict(on_gpu),
             "by_file": {f"{name} {result}": count for (name, result), count in sorted(by_file.items())},
             "failed_names": [case.get("name") for case in cases if outcome(case) == "failed"],
             "skip_reasons": dict(skips),
         },
-        # What tests measured (pytest's record_property), by the test's name.
-        "figures": {
-            case.get("name"): {item.get("name"): item.get("value") for item in case.iter("property")}
-            for case in cases
-            if case.find("properties") is not None
-        },
+        "figures": figures(cases),
     }
-    path = Path(folder) / f"tests_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
+    path = folder / f"{reports[0].stem.split('_')[0]}_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path.name}: {record['tests']['passed']} passed, {record['tests']['failed']} failed, "
           f"{record['tests']['skipped']} skipped")  # fmt: skip

@@ -1,27 +1,73 @@
 #!/usr/bin/env bash
 # The records behind docs/reliability.md, in one call on a machine with a GPU, torch, pytest, hypothesis and
-# compute-sanitizer: builds for its card, fuzzes (FUZZ: cases a test, by default 4000) and runs tests/test_reliability.py,
-# runs the sanitizers, and trains for 10,000 steps (STEPS). Leaves tests_*.json, sanitizer_*.json and long_training_*.json
-# in the folder given (default: benchmarks/output). PARTS="tests sanitizer training" chooses: together they take long.
+# compute-sanitizer. Builds for its card; then the parts:
+#   fuzz       FUZZ random cases in all (default 20000), in PROCESSES processes (default 15)
+#   sanitizer  benchmarks/sanitize.py
+#   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
+#   promises   tests/test_reliability.py, which wants the card for itself
+# With as many cards as parts, all run at the same time, a card each; else one after the other. PARTS="fuzz training"
+# chooses; LIMIT=150 gives each part about so many seconds, and it records what it reached until then. Leaves
+# fuzz_*.json, sanitizer_*.json, long_training_*.json and promises_*.json in the folder given (default:
+# benchmarks/output), and prints what they say.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
 mkdir -p "$out"
-export FORCE_CUDA=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" FUZZ_DEVICE=${FUZZ_DEVICE:-cuda}
+: "${FUZZ:=20000}" "${PROCESSES:=15}" "${STEPS:=10000}" "${LIMIT:=0}"
+python3 -c "import hypothesis, pytest, torch"
 
-python3 setup.py build_ext --inplace > "$out/build.log" 2>&1 || { tail -n 30 "$out/build.log"; exit 1; }
-failed=0
-wanted() { [[ " ${PARTS:-tests sanitizer training} " == *" $1 "* ]]; }
-if wanted tests; then
-  FUZZ=${FUZZ:-4000} FUZZ_DEVICE=cuda python3 -m pytest -q -p no:cacheprovider -k "not cpu" --junitxml="$out/reliability.xml" \
-    tests/test_fuzz.py tests/test_reliability.py > "$out/reliability.log" 2>&1 || failed=1
-  tail -n 12 "$out/reliability.log"
-  python3 benchmarks/record_tests.py "$out/reliability.xml" "$out"
-fi
-if wanted sanitizer; then python3 benchmarks/sanitize.py "$out" || failed=1; fi
-if wanted training; then
-  for dtype in bf16 fp16; do
-    python3 examples/train_long.py --device cuda --dtype "$dtype" --steps "${STEPS:-10000}" --out "$out" || failed=1
+part_fuzz() {
+  local tests each i pids=() failed=0
+  tests=$(python3 -m pytest -q -p no:cacheprovider --collect-only -k test_fuzz_ tests/test_fuzz.py | grep -c ::)
+  each=$(((FUZZ - 1) / (PROCESSES * tests) + 1))
+  for ((i = 1; i <= PROCESSES; i++)); do
+    FUZZ=$each FUZZ_SECONDS=$( ((LIMIT)) && echo $((LIMIT / tests)) || echo inf) OMP_NUM_THREADS=1 python3 -m pytest -q \
+      -p no:cacheprovider --hypothesis-seed="$i" --junitxml="$out/fuzz_$i.xml" tests/test_fuzz.py \
+      -k "test_fuzz_ or found" > "$out/fuzz_$i.log" 2>&1 &
+    pids+=($!)
   done
-fi
-exit $failed
+  for i in "${pids[@]}"; do wait "$i" || failed=1; done
+  python3 benchmarks/record_tests.py "$out"/fuzz_*.xml "$out"
+  return $failed
+}
+
+part_sanitizer() { python3 benchmarks/sanitize.py "$out" --seconds "$LIMIT"; }
+
+part_training() {
+  # shellcheck disable=SC2086
+  python3 examples/train_long.py --dtype bf16,fp16 --processes 12 --steps "$STEPS" --seconds "$LIMIT" --out "$out" \
+    ${TRAINING:-}
+}
+
+part_promises() {
+  local failed=0
+  # SIGINT: pytest still writes its report
+  timeout --signal INT --kill-after 30 "$LIMIT" python3 -m pytest -q -p no:cacheprovider -k "not cpu" \
+    --junitxml="$out/promises.xml" tests/test_reliability.py || failed=1
+  python3 benchmarks/record_tests.py "$out/promises.xml" "$out"
+  return $failed
+}
+
+${BUILD:-env FORCE_CUDA=1 python3 setup.py build_ext --inplace} > "$out/build.log" 2>&1 ||
+  { tail -n 30 "$out/build.log"; exit 1; }
+rm -f "$out"/fuzz_*.xml "$out/promises.xml"
+read -ra parts <<< "${PARTS:-fuzz sanitizer training promises}"
+cards=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
+pids=() failed=()
+for i in "${!parts[@]}"; do
+  if ((cards >= ${#parts[@]})); then export CUDA_VISIBLE_DEVICES=$i; fi
+  started=$SECONDS
+  (set -e; "part_${parts[i]}" > "$out/${parts[i]}.log" 2>&1) &
+  pids+=($!)
+  if ((cards < ${#parts[@]})); then
+    wait $! || true # its status is asked for again below
+    echo "${parts[i]}: $((SECONDS - started)) s"
+  fi
+done
+for i in "${!parts[@]}"; do wait "${pids[i]}" || failed+=("${parts[i]}"); done
+unset CUDA_VISIBLE_DEVICES
+for part in "${parts[@]}"; do printf '\n==== %s\n' "$part"; tail -n 8 "$out/$part.log"; done
+printf '\n'
+python3 benchmarks/figures.py "$out"
+if ((${#failed[@]})); then echo "FAILED: ${failed[*]}"; exit 1; fi

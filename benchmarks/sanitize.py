@@ -1,10 +1,13 @@
 """compute-sanitizer over calls that reach every kernel and plan: `python benchmarks/sanitize.py [FOLDER]`, on a GPU.
 
-Runs memcheck, racecheck, initcheck and synccheck, each over the same calls in a process of its own (`--calls`), and
+Runs memcheck, racecheck, initcheck and synccheck, all at once, each over the same calls in processes of its own, and
 writes sanitizer_*.json into FOLDER (default: benchmarks/output). The lengths of rows are read from csrc/launch_plan.h:
-what a plan holds, one less (ragged), and so, for each dtype, forward and backward, few rows and many. A first process
-(`--kernels`) holds the kernels that these calls launch against those in the extension. Exit status 1: a tool reported
-something, did not run, a call failed, or a kernel was not reached.
+what a plan holds, one less (ragged) and eight more, for its dtypes, forward and backward, few rows and many; so are
+those of the kernels with an add stage, and there are calls of the types and sizes that these leave to others. A first
+process (`--kernels`), not under a tool, holds the kernels that the calls launch against those in the extension. With
+--seconds each process stops in time, and the record says how many of its calls it made; as their order is shuffled,
+these are of every kind. Exit status 1: a tool reported something, did not run, a call failed, or a kernel was not
+reached.
 """
 
 import argparse
@@ -12,58 +15,196 @@ import datetime
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-MOST_ELEMENTS = 1 << 21  # of x: under a tool a call takes a hundred times as long
+# Rows: few, and enough that each place of backward's ring in shared memory is used again.
+FEW, MANY, MANY_ELEMENTS = 3, 60_000, 1 << 22
+# The end of a struct template's specialization in csrc/launch_plan.h: which x it is for.
+SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "float, float": "fp32", "double": "fp64"}
 
 
-def lengths():
-    """What each plan of csrc/launch_plan.h holds in a row, and the lengths beside it."""
+def ladders():
+    """[(kind of x, [(text of a plan, elements that a block holds, blocks that share a row at most)])], in order."""
     text = (ROOT / "csrc" / "launch_plan.h").read_text()
-    plans = re.findall(r"\b(?:Row|Stream|Backward)Plan<(\d+), (\d+), (\d+)(?:, \d+)*>", text)
-    if len(plans) < 40:
-        raise SystemExit("csrc/launch_plan.h is not written as it was: no plans were found in it")
-    held = {int(threads) * int(vecs) * int(vec) for threads, vecs, vec in plans}
-    longest = max(held)
-    held |= {n * longest for n in (2, 4, 16)}  # clusters, and several turns
+    found = []
+    for of, body in re.findall(r"struct \w+Ladder(?:<([^>]*)>)? \{\s*using type\s*=\s*Ladder<(.*?)>;", text, re.DOTALL):
+        plans = []
+        for name, numbers in re.findall(r"(Row|Stream|Backward)Plan<([\d, ]+)", body):
+            numbers = [int(number) for number in numbers.split(",")]
+            cluster = dict(enumerate(numbers)).get(3 if name == "Row" else 5, 1)
+            defaults = [1] * ({"Row": 4, "Stream": 7, "Backward": 6}[name] - len(numbers))
+            written = ", ".join(map(str, numbers + defaults))
+            plans.append((f"{name}Plan<{written}>", numbers[0] * numbers[1] * numbers[2], cluster))
+        found.append((SPECIALIZED[of], plans))
+    if sum(len(plans) for _, plans in found) < 100:
+        raise SystemExit("csrc/launch_plan.h is not written as it was: few plans were found in it")
+    return found
+
+
+def lengths(kind):
+    """The lengths of rows that tell the plans for such x apart."""
+    held = set()
+    for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
+        for _, elements, cluster in plans:
+            held |= {elements * blocks for blocks in (1, 2, cluster)} if cluster > 1 else {elements}
+    held.add(1 << 18)  # with more than that, rows are huge (csrc/norm_huge.cu) in every dtype
     return sorted(n for hidden in held for n in (hidden - 1, hidden, hidden + 8) if n > 0)
 
 
-def calls():
-    """Every (op, dtype of x, dtype of weight) with every length, few rows and many; prints the number of calls."""
+def for_cards_without_clusters():
+    """Plans that a card with clusters never takes, as an earlier one holds as much."""
+    found = set()
+    for _, plans in ladders():
+        most = 0
+        for text, elements, cluster in plans:
+            if elements * cluster <= most:
+                found.add(text)
+            most = max(most, elements * cluster)
+    return found
+
+
+def list_calls():
+    """[function without arguments], in an order that is the same every time. Options that are no template arguments of
+    kernels (LayerNorm or RMSNorm, weights of float32, dropout, what is wanted) are drawn, not multiplied."""
     import torch
 
-    from fused_layernorm import fused_layer_norm, fused_rms_norm
+    from fused_layernorm import (
+        fused_adaptive_layer_norm,
+        fused_add_layer_norm,
+        fused_add_rms_norm,
+        fused_layer_norm,
+        fused_rms_norm,
+    )
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     half, brain, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
-    dtypes = [(half, half), (half, single), (brain, brain), (brain, single), (single, single), (double, double)]
-    count = 0
-    for norm, (dtype, weight_dtype), hidden_size in itertools.product(
-        (fused_layer_norm, fused_rms_norm), dtypes, lengths()
+    kinds = {half: "16 bits", brain: "16 bits", single: "fp32", double: "fp64"}
+    draw = random.Random(0)
+    calls = []
+
+    def tensor(dtype, *shape, shift=0):
+        numbers = torch.Size(shape).numel()
+        return torch.randn(numbers + shift, dtype=dtype, device=device)[shift:].view(shape).requires_grad_()
+
+    def backward(results, gradients, wanted):
+        for leaves in wanted:
+            torch.autograd.grad(results, leaves, gradients, retain_graph=True)
+
+    def plain(rows, hidden_size, dtype, weight_dtype, norm, shift, options):
+        x = tensor(dtype, rows, hidden_size, shift=shift)
+        weight, bias = (tensor(weight_dtype, hidden_size) for _ in "wb")
+        if "memory_efficient" in options:
+            with torch.no_grad():  # for y to tell x
+                weight.copy_(weight.abs() + 1)
+                bias.clamp_(-1, 1)
+        y = norm(x, weight, bias, **options)
+        backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)))
+
+    def modulated(samples, tokens, hidden_size, dtype, gated):
+        x, residual = (tensor(dtype, samples, tokens, hidden_size) for _ in "xr")
+        gate = tensor(dtype, samples, hidden_size) if gated else None
+        scale, shift = (tensor(dtype, samples, hidden_size) for _ in "ss")
+        results = fused_adaptive_layer_norm(x, scale, shift, gate=gate, residual=residual)
+        leaves = (x, residual, scale, shift) + ((gate,) if gated else ())
+        backward(results, tuple(torch.randn_like(t) for t in results), (leaves, (x,), leaves[-1:]))
+
+    def add(rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype, norm, p, out_dtype, used):
+        x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(weight_dtype, hidden_size) for _ in "wb"))
+        residual = None if residual_dtype is None else tensor(residual_dtype, rows, hidden_size)
+        results = norm(x, residual, weight, bias, dropout_p=p, residual_dtype=z_dtype, out_dtype=out_dtype,
+                       return_dropout_mask=True)[:2]  # fmt: skip
+        leaves = (x,) if residual is None else (x, residual)
+        wanted = [leaves, (x,), leaves[-1:]] + ([(*leaves, weight, bias), (weight,)] if 0 in used else [])
+        results = tuple(results[i] for i in used)
+        backward(results, tuple(torch.randn_like(t) for t in results), wanted)
+
+    options = ({}, {}, {}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True},
+               {"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1})  # fmt: skip
+
+    def rows_for(hidden_size):
+        return {FEW, min(MANY, max(FEW, MANY_ELEMENTS // hidden_size))}
+
+    for dtype, weight_dtype in (
+        (half, half), (half, single), (brain, brain), (brain, single), (single, single), (double, double)
+    ):  # fmt: skip
+        for hidden_size in lengths(kinds[dtype]):
+            for rows in rows_for(hidden_size):
+                calls.append((plain, rows, hidden_size, dtype, weight_dtype,
+                              draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((0, 0, 1)),
+                              draw.choice(options)))  # fmt: skip
+
+    def add_call(rows, hidden_size, dtype, residual_dtype, z_dtype, p, out_dtype=None):
+        weight_dtype = draw.choice((dtype, single if dtype != double else double))
+        calls.append((add, rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype,
+                      draw.choice((fused_add_layer_norm, fused_add_rms_norm)), p, out_dtype,
+                      draw.choice(((0, 1), (0, 1), (0,), (1,)))))  # fmt: skip
+
+    mixes = ((half, half), (half, single), (brain, brain), (brain, single), (single, single))
+    for dtype, z in mixes:
+        for hidden_size in lengths(kinds[z]):
+            if hidden_size % 8 == 0 and hidden_size <= 1 << 17:
+                for rows in rows_for(hidden_size):
+                    add_call(rows, hidden_size, dtype, draw.choice((z, z, None)), z, draw.choice((0.0, 0.1)))
+    # What the stages leave to kernels of their own: ragged rows, mixtures of dtypes, fp64.
+    for (dtype, z), p, hidden_size in itertools.product((*mixes, (double, double)), (0.0, 0.1), (1, 7, 131, 769, 4099)):
+        add_call(draw.choice((FEW, 100)), hidden_size, dtype, draw.choice((z, None)), z, p)
+    for dtype, p in itertools.product((half, brain), (0.0, 0.1)):
+        add_call(37, 520, dtype, dtype, single, p)
+        add_call(37, 520, dtype, single, dtype, p)
+        add_call(37, 520, dtype, dtype, dtype, p, out_dtype=single)
+    for dtype, hidden_size, gated in itertools.product(
+        (half, brain, single, double), (131, 264, 1024, 4099, 20000), (False, True)
     ):
-        for rows in {3, min(1500, max(3, MOST_ELEMENTS // hidden_size))}:
-            x = torch.randn(rows, hidden_size, device="cuda").to(dtype).requires_grad_()
-            weight, bias = (torch.randn(hidden_size, device="cuda").to(weight_dtype).requires_grad_() for _ in "wb")
-            y = norm(x, weight, bias)
-            dy = torch.randn_like(y)
-            for wanted in ((x, weight, bias), (x,), (weight,)):
-                torch.autograd.grad(y, wanted, dy, retain_graph=True)
-            count += 4
-    torch.cuda.synchronize()
-    print(f"calls: {count}")
+        calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, gated))
+    draw.shuffle(calls)
+    return calls
+
+
+def make_calls(shard, seconds):
+    """Makes each `of`th call from the `first` on, and prints how many of how many."""
+    import torch
+
+    first, of = shard
+    calls, started, made = list_calls()[first::of], time.perf_counter(), 0
+    for function, *arguments in calls:
+        if seconds and time.perf_counter() - started > seconds:
+            break
+        try:
+            function(*arguments)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception:
+            print("failed:", function.__name__, arguments, file=sys.stderr)
+            raise
+        made += 1
+    print(f"calls: {made} of {len(calls)}")
+
+
+def find(name):
+    """A tool of the CUDA toolkit; triton brings some along."""
+    from fused_layernorm import _toolchain
+
+    folders = [home / "bin" for home, _ in _toolchain.find_toolkits()]
+    folders += [Path(folder) / "triton" / "backends" / "nvidia" / "bin" for folder in sys.path]
+    found = shutil.which(name) or next((str(f / name) for f in folders if (f / name).exists()), None)
+    if not found:
+        raise SystemExit(f"{name} was not found: it comes with the CUDA toolkit")
+    return found
 
 
 def kernels():
-    """Prints which kernels of the extension calls() launches on this card, and which it does not."""
+    """Prints which kernels of the extension the calls launch on this card, and which they do not."""
     from torch.profiler import ProfilerActivity, profile
 
     from fused_layernorm import _ops
@@ -71,13 +212,15 @@ def kernels():
     def output(*command):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    entries = re.findall(r"STO_ENTRY\s+(\S+)", output("cuobjdump", "-symbols", _ops.extension.__file__))
+    entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _ops.extension.__file__))
     compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        calls()
+        make_calls((0, 1), 0)
     launched = {event.name.replace(" ", "") for event in profiled.events()}  # demanglers differ in blanks
     missed = sorted(name for name in compiled if name.replace(" ", "") not in launched)
-    print("kernels:", json.dumps({"compiled": len(compiled), "missed": missed}))
+    others = [name for name in missed if any(plan in name for plan in for_cards_without_clusters())]
+    print("kernels:", json.dumps({"compiled": len(compiled), "for_cards_without_clusters": len(others),
+                                  "missed": [name for name in missed if name not in others]}))  # fmt: skip
 
 
 def run_kernels():
@@ -86,26 +229,35 @@ def run_kernels():
     return json.loads(found[1]) if found else {"compiled": None, "missed": [done.stderr[-2000:]]}
 
 
-def run_tool(tool, folder):
-    log = folder / f"sanitizer_{tool}.log"
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
+def run_tool(tool, shard, seconds, folder):
+    log = folder / f"sanitizer_{tool}_{shard[0]}.log"
+    command = [find("compute-sanitizer"), "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
     if tool == "memcheck":
         command += ["--padding", "64"]  # what lies just behind a tensor is nobody's
     started = time.perf_counter()
     done = subprocess.run(
-        [*command, sys.executable, __file__, "--calls"],
+        [
+            *command,
+            sys.executable,
+            __file__,
+            "--calls",
+            "--shard",
+            "/".join(map(str, shard)),
+            "--seconds",
+            str(seconds),
+        ],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor an allocation that the tool knows
         capture_output=True,
         text=True,
     )
     told = log.read_text() if log.exists() else ""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", told)
-    ran = re.search(r"calls: (\d+)", done.stdout)
+    made = re.search(r"calls: (\d+) of (\d+)", done.stdout)
     return {
-        "tool": tool,
-        "calls": int(ran[1]) if ran else None,
+        "made": int(made[1]) if made else None,
+        "of": int(made[2]) if made else None,
         "summary": summary[-1] if summary else None,
-        "clean": done.returncode == 0 and bool(ran) and bool(summary),
+        "clean": done.returncode == 0 and bool(made) and bool(summary),
         "exit_status": done.returncode,
         "seconds": round(time.perf_counter() - started, 1),
         "said": None if done.returncode == 0 else (told + done.stderr)[-2000:],
@@ -116,25 +268,50 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "benchmarks" / "output")
     parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--processes", type=int, default=3, help="for each tool")
+    parser.add_argument("--seconds", type=float, default=0, help="for the calls of each process; 0: all of them")
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
+    parser.add_argument("--shard", default="0/1", help="first/step, of the calls")
     args = parser.parse_args()
-    if args.calls or args.kernels:
-        return kernels() if args.kernels else calls()
-    if not shutil.which("compute-sanitizer"):
-        raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+    if args.kernels:
+        return kernels()
+    if args.calls:
+        return make_calls(tuple(map(int, args.shard.split("/"))), args.seconds)
+    find("compute-sanitizer")
     from test_benchmark import environment
 
     args.folder.mkdir(parents=True, exist_ok=True)
-    reached = run_kernels()
-    results = [run_tool(tool, args.folder) for tool in args.tools.split(",")]
+    record = {"meta": environment(), "kernels": None, "sanitizer": []}
     path = args.folder / f"sanitizer_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
-    path.write_text(json.dumps({"meta": environment(), "kernels": reached, "sanitizer": results}, indent=1) + "\n")
-    for result in results:
-        print(f"{result['tool']}: {result['summary']}, {result['calls']} calls, {result['seconds']} s")
-    print(f"kernels: {reached['compiled']}, not reached: {len(reached['missed'])}", *reached["missed"], sep="\n  ")
+    tools = args.tools.split(",")
+    with ThreadPoolExecutor(1 + len(tools) * args.processes) as pool:
+        kernels_run = pool.submit(run_kernels)
+        runs = {
+            tool: [pool.submit(run_tool, tool, (first, args.processes), args.seconds, args.folder)
+                   for first in range(args.processes)]
+            for tool in tools
+        }  # fmt: skip
+        for tool, parts in runs.items():
+            parts = [part.result() for part in parts]
+            record["sanitizer"].append({
+                "tool": tool, "clean": all(part["clean"] for part in parts),
+                "calls": sum(part["made"] or 0 for part in parts), "of": sum(part["of"] or 0 for part in parts),
+                "processes": parts,
+            })  # fmt: skip
+            path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should time run out
+        record["kernels"] = reached = kernels_run.result()
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    for result in record["sanitizer"]:
+        said = ", ".join(sorted({str(part["summary"]) for part in result["processes"]}))
+        most = max(part["seconds"] for part in result["processes"])
+        verdict = "clean" if result["clean"] else "NOT CLEAN"
+        print(f"{result['tool']:10} {verdict}, {result['calls']} of {result['of']} calls, {most} s: {said}")
+    others = reached.get("for_cards_without_clusters")
+    print(f"kernels: {reached['compiled']}, {others} for cards without clusters, {len(reached['missed'])} not reached")
+    print(*(f"  {name}" for name in reached["missed"]), sep="\n")
     print(f"wrote {path}")
-    raise SystemExit(0 if all(result["clean"] for result in results) and not reached["missed"] else 1)
+    raise SystemExit(0 if all(result["clean"] for result in record["sanitizer"]) and not reached["missed"] else 1)
 
 
 if __name__ == "__main__":

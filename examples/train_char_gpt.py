@@ -83,6 +83,11 @@ class Run:
 
     def step(self, tokens: torch.Tensor) -> None:
         start = time.perf_counter()
+        self.losses.append(self.advance(tokens).item())  # also waits for the device
+        self.times.append(1e3 * (time.perf_counter() - start))
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """One step of training; the loss."""
         autocast_dtype = torch.float16 if self.dtype == "fp16" else torch.bfloat16
         with torch.autocast(tokens.device.type, autocast_dtype, enabled=self.dtype != "fp32"):
             logits = self.model(tokens[:, :-1])
@@ -91,8 +96,7 @@ class Run:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.losses.append(loss.item())  # also waits for the device
-        self.times.append(1e3 * (time.perf_counter() - start))
+        return loss.detach()
 
 
 def nudged(model: nn.Module) -> nn.Module:

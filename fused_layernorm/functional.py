@@ -475,7 +475,7 @@ def _gated_sum(x, gate, residual, dtype):
     if gate is None:
         return reference.add(x, residual, dtype)
     if x.dtype == residual.dtype == gate.dtype == dtype:
-        return torch.addcmul(residual, x, gate)  # in the accumulation type
+        return torch.addcmul(residual, x, gate).contiguous()  # in the accumulation type
     wide = reference.accumulation_dtype(x.dtype)
     return reference.add(x.to(wide) * gate.to(wide), residual, dtype)
 

@@ -159,7 +159,7 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
 def dropout(x: Tensor, mask: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """x / (1 - dropout_p) where mask (of x's numbers of elements) says so, else 0, rounded to dtype once."""
     scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
-    wide = x.to(accumulation_dtype(x.dtype))
+    wide = x.to(torch.promote_types(accumulation_dtype(x.dtype), dtype))
     return torch.where(mask.view(x.shape), wide * scale, torch.zeros((), dtype=wide.dtype, device=x.device)).to(dtype)
 
 

@@ -7,6 +7,7 @@ benchmarks/record_tests.py turns into a record.
 import ast
 import gc
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -39,6 +40,12 @@ from test_correctness import (
 )
 
 ON_KERNELS = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="a promise of the compiled kernels")
+
+
+def test_the_figures_of_the_page_are_those_of_the_records():
+    """docs/reliability.md ends with what benchmarks/figures.py makes of benchmarks/results"""
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    assert figures["PAGE"].read_text() == figures["page"](ROOT / "benchmarks" / "results")
 
 
 def assert_same(found, wanted, what):
