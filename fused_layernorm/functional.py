@@ -441,13 +441,10 @@ def _adaptive_norm(
     return y if residual is None else (y, z)
 
 
-# Of fewer rows that share a scale the kernels, which keep a weight for all the rows they walk over, gain nothing.
-_ROWS_OF_A_SCALE = 8
-
-
 def _parts_of_rows(x, scale, shift, normalized_ndim):
     """(n,) where the rows of x are n equal parts, one after the other, that share a scale and shift each, () where all
-    share one; None where it is otherwise, or the parts are too small for the kernels."""
+    share one; None where it is otherwise, such as a scale for each token. By shapes and not by how many rows there are,
+    up to 65535 parts, so that a row's bits do not depend on the rows beside it."""
     leading = x.dim() - normalized_ndim
     sizes, found = x.shape[:leading], scale.shape[:leading]
     if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
@@ -458,7 +455,7 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
     split = leading - (parts - 1)
     if split == 0:
         return ()
-    if found[:split] != sizes[:split] or sizes[split:].numel() < _ROWS_OF_A_SCALE or sizes[:split].numel() > 65535:
+    if split == leading or found[:split] != sizes[:split] or sizes[:split].numel() > 65535:
         return None
     return (sizes[:split].numel(),)
 

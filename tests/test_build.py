@@ -17,6 +17,7 @@ import pytest
 import torch
 from checks import build_environment
 
+import fused_layernorm
 from fused_layernorm import _jit, _ops, _toolchain
 from fused_layernorm._source_hash import source_hash
 
