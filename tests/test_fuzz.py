@@ -302,6 +302,8 @@ def check_case(drawn):
     plain = Inputs(*(None if t is None else t.detach().contiguous().clone() for t in vars(inputs).values()))
     again = run(fused, case, plain)
     for name, value in found.items():
+        if name in ("weight", "bias") and DEVICE == "cuda" and "x" not in drawn.wants:
+            continue  # docs/reliability.md, "Not promised"
         assert equal_bits(value, again[name]), f"{name} depends on the layout, the way, or what else is wanted"
     if case.rows:
         row = drawn.seed % case.rows
@@ -673,6 +675,9 @@ def judge_around(drawn, given, found):
         info = torch.finfo(case.y_dtype)
         off = dy.abs() * (moved(slopes) + 16 * unit * terms_of_slope)
         limits["y"] = moved(values) + 16 * unit * terms + info.eps * (y.detach().abs() + info.tiny)
+    if DEVICE == "cuda" and drawn.kind == "plain" and (drawn.activation or keeps is not None):
+        between = torch.finfo(torch.promote_types(case.dtype, case.y_dtype))  # to which dn is rounded
+        off = off + between.eps * (dn.abs() + between.tiny)
     off, wdy = by_row(off), by_row(dn.abs()) * w
     off_x_hat = torch.zeros_like(off)
     if drawn.rounding == "llama" and not (uses_kernels(DEVICE) and (case.stats_grad or drawn.route != "composed")):
@@ -750,6 +755,8 @@ def check_around(drawn):
     again = run_around(drawn, plain, wants)
     for name, value in found.items():
         # torch's sums, and its activations, whose vectors and what is left of them round differently
+        if name in ("weight", "bias") and DEVICE == "cuda" and not {"x", "residual"} & set(drawn.wants):
+            continue  # docs/reliability.md, "Not promised"
         if name in ("y", "z", "mask") or not (drawn.activation or name in drawn.modulations):
             assert equal_bits(value, again[name]), f"{name} depends on the layout, or on what else is wanted"
     if case.rows and not drawn.activation and drawn.kind != "adaptive":  # docs/reliability.md, "Not promised"
