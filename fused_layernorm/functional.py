@@ -102,7 +102,8 @@ def fused_layer_norm(
     Results and gradients are the same bits on every run, and a row's result does not depend on the rows beside it.
     Gradients have the dtype of what they are the gradient of. Differentiable any number of times. Under
     ``torch.compile`` the call is one operator in the graph; in ``torch.func`` transforms and forward-mode AD the same
-    formula runs as PyTorch operations. Activation and dropout are, so far, PyTorch operations behind the norm.
+    formula runs as PyTorch operations. Activation and dropout are part of the kernel on CUDA, where the gradient of the
+    norm is rounded to the dtype of y's gradient (x's, if that is wider), and PyTorch operations behind it elsewhere.
 
     Raises:
         TypeError: an argument that is not a tensor, or is of a dtype or layout listed nowhere above.
@@ -269,9 +270,10 @@ def fused_adaptive_layer_norm(
         y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
 
     Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
-    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is, so
-    far, PyTorch operations behind the norm. Errors are those of `fused_add_layer_norm`; RuntimeError for a scale, shift
-    or gate that does not broadcast, ValueError for a gate without residual.
+    summed over the rows that share them, in the accumulation type and the same order on every run. With a scale for
+    each token modulation is PyTorch operations behind the norm, else part of the kernel. Errors are those of
+    `fused_add_layer_norm`; RuntimeError for a scale, shift or gate that does not broadcast, ValueError for a gate
+    without residual.
     """
     return _adaptive_norm(x, scale, shift, weight, bias, eps, False, gate, residual, residual_dtype, normalized_shape,
                           out_dtype)  # fmt: skip
