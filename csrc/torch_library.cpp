@@ -87,11 +87,7 @@ AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, con
                                     at::ScalarType residual_dtype) {
   check_normalized_ndim(normalized_ndim, x);
   const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading),
-                            eps,
-                            weight_offset,
-                            is_rms_norm,
-                            out_dtype,
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype,
                             /*stats_grad=*/true,
                             /*takes_segments=*/true};
   const AddOptions add{residual, residual_dtype, {}, 0.0, gate};
