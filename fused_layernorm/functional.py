@@ -427,8 +427,11 @@ def _adaptive_norm(
         options = (len(shape), eps, offset, is_rms_norm, y_dtype)
         if gate is None and residual is not None:
             return _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
-        if gate is not None and parts and _gate_is_stage(x, gate, modulation_shape):
-            gate = gate.expand(modulation_shape).reshape(*parts, *shape)
+        if gate is not None and _gate_is_stage(x, gate, modulation_shape):
+            rows = (*(parts or (1,)), *shape)
+            gate, scale, shift = (
+                None if t is None else t.reshape(rows) for t in (gate.expand(modulation_shape), scale, shift)
+            )
             return _ops.gated_norm_operator(x, residual, gate, scale, shift, *options, z_dtype)[:2]
         z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
@@ -457,7 +460,9 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
     split = leading - (parts - 1)
     if split == 0:
         return ()
-    if split == leading or found[:split] != sizes[:split] or sizes[:split].numel() > 65535:
+    if split == leading or found[:split] != sizes[:split]:
+        return None
+    if sizes[:split].numel() > 65535 or not 0 < sizes.numel() < 2**31:  # what the kernels count to
         return None
     return (sizes[:split].numel(),)
 

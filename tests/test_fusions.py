@@ -963,6 +963,30 @@ def test_modulation_options(device, op):
         assert same_bits(norm(x, scale, eps=1e-5), norm(x, scale, torch.zeros_like(scale), eps=1e-5))
 
 
+@on_devices("op", OPS)
+def test_modulation_of_few_rows(device, op):
+    """no samples, no tokens, one sample, one token: shapes, and the bits of the same sample among others"""
+    torch.manual_seed(0)
+    x, residual = (torch.randn(3, 4, 16, device=device) for _ in range(2))
+    scale, shift, gate = torch.randn(3, 1, 48, device=device).chunk(3, -1)
+
+    def call(x, residual, *rows):
+        inputs = [t.detach().requires_grad_() for t in (x, residual, *rows)]
+        y, z = ADAPTIVE[op](inputs[0], *inputs[2:4], gate=inputs[4], residual=inputs[1], eps=1e-5)
+        return y, z, *torch.autograd.grad((y.sin() + z.sin()).sum(), inputs)
+
+    everything = call(x, residual, scale, shift, gate)
+    for part in (slice(0, 0), slice(1, 2), slice(0, 2)):
+        found = call(*(t[part] for t in (x, residual, scale, shift, gate)))
+        assert all(same_bits(one, of[part]) for one, of in zip(found[:4], everything, strict=False))
+        for one, of in zip(found[4:], everything[4:], strict=True):
+            torch.testing.assert_close(one, of[part])
+    for tokens in (0, 1):
+        found = call(x[:, :tokens], residual[:, :tokens], scale, shift, gate)
+        assert all(same_bits(one, of[:, :tokens]) for one, of in zip(found[:4], everything, strict=False))
+        assert [t.shape for t in found[4:]] == [scale.shape] * 3
+
+
 @on_devices("op", OPS, devices=("cpu",))
 def test_bad_modulations(device, op):
     """a scale that does not broadcast, a gate without residual: clear errors"""
