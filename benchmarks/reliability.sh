@@ -17,22 +17,27 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" FUZZ_DEVICE=${FUZZ_DEVICE:-c
 : "${FUZZ:=20000}" "${PROCESSES:=15}" "${STEPS:=10000}" "${LIMIT:=0}"
 python3 -c "import hypothesis, pytest, torch"
 
+limit_or_inf() { if (($1)); then echo "$1"; else echo inf; fi; }
+
 part_fuzz() {
-  local tests each i pids=() failed=0
+  local tests each i pids=() failed=0 logs
+  logs=$(mktemp -d)
   tests=$(python3 -m pytest -q -p no:cacheprovider --collect-only -k test_fuzz_ tests/test_fuzz.py | grep -c ::)
   each=$(((FUZZ - 1) / (PROCESSES * tests) + 1))
   for ((i = 1; i <= PROCESSES; i++)); do
-    FUZZ=$each FUZZ_SECONDS=$( ((LIMIT)) && echo $((LIMIT / tests)) || echo inf) OMP_NUM_THREADS=1 python3 -m pytest -q \
-      -p no:cacheprovider --hypothesis-seed="$i" --junitxml="$out/fuzz_$i.xml" tests/test_fuzz.py \
-      -k "test_fuzz_ or found" > "$out/fuzz_$i.log" 2>&1 &
+    FUZZ=$each FUZZ_SECONDS=$(limit_or_inf $((LIMIT / tests))) OMP_NUM_THREADS=1 python3 -m pytest -q \
+      -p no:cacheprovider --hypothesis-seed="$i" --junitxml="$logs/fuzz_$i.xml" tests/test_fuzz.py \
+      -k "test_fuzz_ or found" > "$logs/fuzz_$i.log" 2>&1 &
     pids+=($!)
   done
   for i in "${pids[@]}"; do wait "$i" || failed=1; done
-  python3 benchmarks/record_tests.py "$out"/fuzz_*.xml "$out"
+  grep -hE "^E +AssertionError" "$logs"/*.log | sort | uniq -c | sort -rn | head -n 20 || true
+  python3 benchmarks/record_tests.py "$logs"/fuzz_*.xml "$out"
+  tar -czf "$out/fuzz_logs.tar.gz" -C "$logs" .
   return $failed
 }
 
-part_sanitizer() { python3 benchmarks/sanitize.py "$out" --seconds "$LIMIT"; }
+part_sanitizer() { python3 benchmarks/sanitize.py "$out" --seconds "$(limit_or_inf "$LIMIT")"; }
 
 part_training() {
   # shellcheck disable=SC2086
@@ -51,7 +56,7 @@ part_promises() {
 
 ${BUILD:-env FORCE_CUDA=1 python3 setup.py build_ext --inplace} > "$out/build.log" 2>&1 ||
   { tail -n 30 "$out/build.log"; exit 1; }
-rm -f "$out"/fuzz_*.xml "$out/promises.xml"
+rm -f "$out/promises.xml"
 read -ra parts <<< "${PARTS:-fuzz sanitizer training promises}"
 cards=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
 pids=() failed=()

@@ -14,10 +14,12 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -171,14 +173,14 @@ def list_calls():
     return calls
 
 
-def make_calls(shard, seconds):
-    """Makes each `of`th call from the `first` on, and prints how many of how many."""
+def make_calls(shard, until):
+    """Makes each `of`th call from the `first` on, till the clock says `until`; prints how many of how many."""
     import torch
 
     first, of = shard
-    calls, started, made = list_calls()[first::of], time.perf_counter(), 0
+    calls, made = list_calls()[first::of], 0
     for function, *arguments in calls:
-        if seconds and time.perf_counter() - started > seconds:
+        if time.time() > until:
             break
         try:
             function(*arguments)
@@ -215,7 +217,7 @@ def kernels():
     entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _ops.extension.__file__))
     compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        make_calls((0, 1), 0)
+        make_calls((0, 1), math.inf)
     launched = {event.name.replace(" ", "") for event in profiled.events()}  # demanglers differ in blanks
     missed = sorted(name for name in compiled if name.replace(" ", "") not in launched)
     others = [name for name in missed if any(plan in name for plan in for_cards_without_clusters())]
@@ -223,32 +225,37 @@ def kernels():
                                   "missed": [name for name in missed if name not in others]}))  # fmt: skip
 
 
-def run_kernels():
-    done = subprocess.run([sys.executable, __file__, "--kernels"], capture_output=True, text=True)
+def run(command, until, environment=None):
+    """What it printed, and its exit status; killed with its children where it goes on half a minute after `until`."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env={**os.environ, **(environment or {})}
+    )
+    try:
+        out, err = process.communicate(timeout=None if until == math.inf else until - time.time() + 30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        err += "\nkilled: out of time"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_kernels(until):
+    done = run([sys.executable, __file__, "--kernels"], until)
     found = re.search(r"^kernels: (.*)", done.stdout, re.MULTILINE)
     return json.loads(found[1]) if found else {"compiled": None, "missed": [done.stderr[-2000:]]}
 
 
-def run_tool(tool, shard, seconds, folder):
+def run_tool(tool, shard, until, folder):
     log = folder / f"sanitizer_{tool}_{shard[0]}.log"
     command = [find("compute-sanitizer"), "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
     if tool == "memcheck":
         command += ["--padding", "64"]  # what lies just behind a tensor is nobody's
     started = time.perf_counter()
-    done = subprocess.run(
-        [
-            *command,
-            sys.executable,
-            __file__,
-            "--calls",
-            "--shard",
-            "/".join(map(str, shard)),
-            "--seconds",
-            str(seconds),
-        ],
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor an allocation that the tool knows
-        capture_output=True,
-        text=True,
+    done = run(
+        [*command, sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)],
+        until,
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor an allocation that the tool knows
     )
     told = log.read_text() if log.exists() else ""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", told)
@@ -269,7 +276,10 @@ def main():
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "benchmarks" / "output")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--processes", type=int, default=3, help="for each tool")
-    parser.add_argument("--seconds", type=float, default=0, help="for the calls of each process; 0: all of them")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="for all of it; without: till every call is made"
+    )
+    parser.add_argument("--until", type=float, default=math.inf, help="the time when --calls ends")
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
     parser.add_argument("--shard", default="0/1", help="first/step, of the calls")
@@ -277,7 +287,7 @@ def main():
     if args.kernels:
         return kernels()
     if args.calls:
-        return make_calls(tuple(map(int, args.shard.split("/"))), args.seconds)
+        return make_calls(tuple(map(int, args.shard.split("/"))), args.until)
     find("compute-sanitizer")
     from test_benchmark import environment
 
@@ -286,9 +296,10 @@ def main():
     path = args.folder / f"sanitizer_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     tools = args.tools.split(",")
     with ThreadPoolExecutor(1 + len(tools) * args.processes) as pool:
-        kernels_run = pool.submit(run_kernels)
+        until = time.time() + args.seconds
+        kernels_run = pool.submit(run_kernels, until)
         runs = {
-            tool: [pool.submit(run_tool, tool, (first, args.processes), args.seconds, args.folder)
+            tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder)
                    for first in range(args.processes)]
             for tool in tools
         }  # fmt: skip
