@@ -1131,22 +1131,36 @@ def test_memory_efficient_refuses(device, op):
 # ---- gradients summed into a buffer ----------------------------------------------------------------------------------
 
 
-@on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp16, fp32)])
-def test_accumulate_grad(device, op, dtype):
+@on_devices("op,dtype,shape", [(op, dtype, (40, 96)) for op in OPS for dtype in (bf16, fp16, fp32)])
+def test_accumulate_grad(device, op, dtype, shape):
+    accumulates(device, op, dtype, shape)
+
+
+# By column blocks alone, with partial sums, by partial sums of persistent blocks and of clusters, by the whole card.
+@on_devices("op,dtype,shape", [
+    (op, dtype, shape) for op in OPS for dtype in (bf16, fp32)
+    for shape in ((1000, 100), (3000, 1024), (3000, 77), (1500, 8192), (700, 40000), (1, 300000), (9, 300000))
+], devices=("cuda",))  # fmt: skip
+def test_accumulate_grad_of_many_sizes(device, op, dtype, shape):
+    accumulates(device, op, dtype, shape)
+
+
+def accumulates(device, op, dtype, shape):
     """main_grad receives the fp32 sum over micro-batches, unrounded"""
+    rows, hidden_size = shape
     torch.manual_seed(0)
-    weight, bias = (torch.nn.Parameter(torch.randn(96, device=device).to(dtype)) for _ in range(2))
+    weight, bias = (torch.nn.Parameter(torch.randn(hidden_size, device=device).to(dtype)) for _ in range(2))
     for parameter in (weight, bias):
-        parameter.main_grad = torch.full((96,), 0.5, device=device)
-    batches = [torch.randn(40, 96, device=device).to(dtype).requires_grad_() for _ in range(4)]
-    gradients = [torch.randn(40, 96, device=device).to(dtype) for _ in range(4)]
+        parameter.main_grad = torch.full((hidden_size,), 0.5, device=device)
+    batches = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(4)]
+    gradients = [torch.randn(shape, device=device).to(dtype) for _ in range(4)]
     for x, gradient in zip(batches, gradients, strict=True):
         OPS[op](x, weight, bias, accumulate_grad=True).backward(gradient)
     wide = [t.detach().double().requires_grad_() for t in (torch.cat(batches), weight, bias)]
     truth = torch.autograd.grad(OPS[op](*wide, eps=1e-5 if op == "layer_norm" else torch.finfo(fp32).eps), wide[1:],
                                 torch.cat(gradients).double())  # fmt: skip
     for parameter, right in zip((weight, bias), truth, strict=True):
-        torch.testing.assert_close(parameter.main_grad.double(), right + 0.5, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(parameter.main_grad.double(), right + 0.5, rtol=1e-5, atol=1e-5 * (4 * rows) ** 0.5)
         assert parameter.grad_added_to_main_grad and not parameter.grad.any() and parameter.grad.dtype == dtype
     plain = OPS[op](batches[0].detach().requires_grad_(), weight, bias)
     assert same_bits(plain, OPS[op](batches[0], weight, bias, accumulate_grad=True))
