@@ -703,11 +703,23 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, 
 
 @on_devices("op,activation,dtype", [(op, a, dtype) for op in OPS for a in ACTIVATIONS for dtype in (bf16, fp32, fp64)])
 def test_activation(device, op, activation, dtype):
+    activates(device, op, activation, dtype, 77)
+
+
+@on_devices("op,activation,dtype,hidden_size", [
+    (op, a, dtype, n) for op in OPS for a in ACTIVATIONS for dtype in (bf16, fp32)
+    for n in (8, 256, 1536, 4096, 8192, 16384, 20000)
+], devices=("cuda",))  # fmt: skip
+def test_activation_of_many_sizes(device, op, activation, dtype, hidden_size):
+    activates(device, op, activation, dtype, hidden_size)
+
+
+def activates(device, op, activation, dtype, hidden_size):
     """activation of the unrounded norm, rounded once: against fp64, plain and with a residual"""
-    case = Case((19, 77), op=op, dtype=dtype)
+    case = Case((19, hidden_size), op=op, dtype=dtype)
     inputs = make_inputs(case, device)
     wide = [t.double().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
-    truth = ACTIVATIONS[activation](reference.norm(*wide, (77,), case.eps, 0.0, op == "rms_norm", None))
+    truth = ACTIVATIONS[activation](reference.norm(*wide, (hidden_size,), case.eps, 0.0, op == "rms_norm", None))
     truths = [truth, *torch.autograd.grad(truth, wide, inputs.grad_output.double())]
     eps = torch.finfo(dtype).eps if dtype != fp64 else 1e-12
     for norm in (
