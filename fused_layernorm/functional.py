@@ -454,15 +454,14 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
     sizes, found = x.shape[:leading], scale.shape[:leading]
     if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
         return None
-    parts = 1
-    while parts <= leading and found[leading - parts :].numel() == 1:
-        parts += 1  # of the dimensions, from the last on, along which the scale is one
-    split = leading - (parts - 1)
+    split = leading  # so many dimensions tell the parts apart: along those after them the scale is one
+    while split and found[split - 1] == 1:
+        split -= 1
     if split == 0:
         return ()
     if split == leading or found[:split] != sizes[:split]:
         return None
-    if sizes[:split].numel() > 65535 or not 0 < sizes.numel() < 2**31:  # what the kernels count to
+    if sizes[:split].numel() > 65535 or not 0 < sizes.numel() < 2**31:  # csrc: kMaxFusedSegments
         return None
     return (sizes[:split].numel(),)
 
