@@ -278,8 +278,8 @@ cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t str
   const NormForwardParams norm = norm_of_z(params);
   if (error == cudaSuccess) error = static_cast<cudaError_t>(launch_norm_forward_cuda(norm, stream));
   if (error != cudaSuccess || !params.add->after.is_there()) return error;
-  return launch_quads(is_double ? after_norm_kernel<double> : after_norm_kernel<float>, params.rows, params.hidden_size,
-                      stream, norm, params.add->after);
+  return launch_eights(is_double ? after_norm_kernel<double> : after_norm_kernel<float>, norm, stream,
+                       params.add->after);
 }
 
 cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream) {
