@@ -1,7 +1,9 @@
-// The norm of z = residual + dropout(x), forward: as one kernel, or, for types and sizes that has_add_stage_cuda() says
-// no to, as one that makes z and the plain norm of it. And the two operations beside the norm on their own.
-#include "activation.cuh"
+// The norm of z = residual + dropout(gate * x), forward: as one kernel, or, for types and sizes that
+// has_add_stage_cuda() says no to, as one that makes z, the plain norm of it, and one for what comes after the norm
+// (norm_after.cu). And two operations on their own: from the gradient of z to those of x and residual, for backward,
+// and dropout's mask.
 #include "dispatch.cuh"
+#include "elementwise.cuh"
 #include "forward_kernel.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
@@ -12,22 +14,7 @@
 namespace fused_layernorm {
 namespace {
 
-// ---- operations of their own: four columns a thread, of any type ----------------------------------------------------
-
-template <typename F>
-__device__ __forceinline__ void for_each_quad(int64_t rows, int64_t hidden_size, F&& f) {
-  const int64_t first_col = 4 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x);
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
-       row += static_cast<int64_t>(gridDim.x) * blockDim.y)
-    for (int64_t col = first_col; col < hidden_size; col += int64_t{4} * gridDim.y * blockDim.x)
-      f(row, col, static_cast<int>(min(hidden_size - col, int64_t{4})));
-}
-
-template <typename acc_t>
-__device__ __forceinline__ void store_quad(void* target, DType dtype, int64_t offset, const acc_t (&values)[4],
-                                           int count) {
-  store_vec_as<4>(target, dtype, offset, values, count, is_aligned<4>(target, dtype_bytes(dtype), offset));
-}
+// ---- operations of their own, of any type ----------------------------------------------------------------------------
 
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
@@ -48,7 +35,7 @@ __global__ void __launch_bounds__(kQuadThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) z[i] = add(residual[i], z[i]);
     }
-    store_quad(stage.residual_out, stage.residual_out_dtype, row * params.hidden_size + col, z, count);
+    store_columns(stage.residual_out, stage.residual_out_dtype, row * params.hidden_size + col, z, count);
   });
 }
 
@@ -68,110 +55,9 @@ __global__ void __launch_bounds__(kQuadThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], skip[i]);
     }
-    if (stage.grad_residual) store_quad(stage.grad_residual, stage.grad_residual_dtype, at, grad, count);
+    if (stage.grad_residual) store_columns(stage.grad_residual, stage.grad_residual_dtype, at, grad, count);
     if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(grad, col);
-    if (params.grad_input) store_quad(params.grad_input, stage.grad_input_dtype, at, grad, count);
-  });
-}
-
-// ---- what comes after the norm, eight columns a thread, whose weight and bias it keeps from row to row ---------------
-
-// Calls prepare(col, count) for this thread's columns, and what that returns with each of its rows.
-template <typename F>
-__device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size, F&& prepare) {
-  for (int64_t col = 8 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x); col < hidden_size;
-       col += int64_t{8} * gridDim.y * blockDim.x) {
-    const auto of_row = prepare(col, static_cast<int>(min(hidden_size - col, int64_t{8})));
-    for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
-         row += static_cast<int64_t>(gridDim.x) * blockDim.y)
-      of_row(row);
-  }
-}
-
-template <typename acc_t>
-__device__ __forceinline__ void store_eight(void* target, DType dtype, int64_t offset, const acc_t (&values)[8],
-                                            int count) {
-  store_vec_as<8>(target, dtype, offset, values, count, is_aligned<8>(target, dtype_bytes(dtype), offset));
-}
-
-// The norm again, from x and the statistics that forward saved, for some columns of any row.
-template <typename acc_t>
-struct NormAgain {
-  const NormForwardParams& params;
-  int64_t col;
-  int count;
-  acc_t weight[8], bias[8];
-
-  __device__ NormAgain(const NormForwardParams& params, int64_t col, int count)
-      : params(params), col(col), count(count) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) weight[i] = 1, bias[i] = 0;
-    if (params.bias) load_vec_as<8>(bias, params.bias, params.weight_dtype, col, count);
-    if (!params.weight) return;
-    load_vec_as<8>(weight, params.weight, params.weight_dtype, col, count);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
-  }
-  __device__ acc_t saved(const void* statistic, int64_t row) const {
-    return statistic ? __ldg(static_cast<const acc_t*>(statistic) + row) : acc_t(0);
-  }
-  __device__ void load(acc_t (&values)[8], int64_t row) const {
-    load_vec_as<8>(values, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
-  }
-  __device__ void operator()(acc_t (&values)[8], int64_t row) const {
-    const acc_t rstd = saved(params.rstd, row), mean = saved(params.mean, row);
-    const acc_t mean_tail = saved(params.mean_tail, row);
-    load(values, row);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = fma(((values[i] - mean) - mean_tail) * rstd, weight[i], bias[i]);
-  }
-};
-
-// Where the norm's kernel has no store stage: over the y that it has written.
-template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    after_norm_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ AfterNorm after) {
-  for_each_eight(params.rows, params.hidden_size, [&](int64_t col, int count) {
-    return [&, col, count, norm = NormAgain<acc_t>(params, col, count)](int64_t row) {
-      acc_t values[8];
-      norm(values, row);
-      activate(values, after.activation);
-      if (after.dropout.philox) RowDropout(after.dropout, row).apply(values, col);
-      store_eight(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
-    };
-  });
-}
-
-template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    after_norm_grad_kernel(const __grid_constant__ NormForwardParams params,
-                           const __grid_constant__ AfterNormGradParams after) {
-  for_each_eight(params.rows, params.hidden_size, [&](int64_t col, int count) {
-    return [&, col, count, norm = NormAgain<acc_t>(params, col, count)](int64_t row) {
-      acc_t grad[8], values[8];
-      load_vec_as<8>(grad, after.grad_output, params.y_dtype, after.grad_output_strides.offset(row) + col, count);
-      if (after.after.activation != Activation::kNone) norm(values, row);
-      if (after.after.dropout.philox) RowDropout(after.after.dropout, row).apply(grad, col);
-      if (after.after.activation != Activation::kNone) activate_backward(grad, values, after.after.activation);
-      store_eight(after.grad, params.y_dtype, row * params.hidden_size + col, grad, count);
-    };
-  });
-}
-
-template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads) recover_kernel(const __grid_constant__ NormForwardParams params) {
-  for_each_eight(params.rows, params.hidden_size, [&](int64_t col, int count) {
-    NormAgain<acc_t> norm(params, col, count);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) norm.weight[i] = 1 / norm.weight[i];
-    return [&, col, count, norm](int64_t row) {
-      const acc_t sigma = 1 / norm.saved(params.rstd, row);
-      acc_t values[8];
-      norm.load(values, row);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = (values[i] - norm.bias[i]) * norm.weight[i] * sigma;
-      store_eight(params.y, params.x_dtype, row * params.hidden_size + col, values, count);
-    };
+    if (params.grad_input) store_columns(params.grad_input, stage.grad_input_dtype, at, grad, count);
   });
 }
 
@@ -183,36 +69,6 @@ __global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid
     for (int k = 0; k < 4; ++k)
       if (k < count) params.mask[row * params.hidden_size + col + k] = words.word[k] >= dropout.threshold;
   });
-}
-
-// Threads for `vec` columns each, and so many blocks of rows that no more than `most_blocks` run.
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_vecs(int vec, int64_t most_blocks, Kernel kernel, int64_t rows, int64_t hidden_size,
-                        cudaStream_t stream, const Arguments&... arguments) {
-  const int64_t vecs = (hidden_size + vec - 1) / vec;
-  int side_by_side = 1;
-  while (side_by_side < kQuadThreads && side_by_side < vecs) side_by_side *= 2;
-  const int rows_of_block = kQuadThreads / side_by_side;
-  const int64_t blocks_of_row = std::min<int64_t>((vecs + side_by_side - 1) / side_by_side, 65535);
-  const int64_t blocks_of_rows =
-      std::min((rows + rows_of_block - 1) / rows_of_block, std::max<int64_t>(most_blocks / blocks_of_row, 1));
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks_of_rows), static_cast<unsigned>(blocks_of_row));
-  config.blockDim = dim3(side_by_side, rows_of_block);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_quads(Kernel kernel, int64_t rows, int64_t hidden_size, cudaStream_t stream,
-                         const Arguments&... arguments) {
-  return launch_vecs(4, int64_t{1} << 30, kernel, rows, hidden_size, stream, arguments...);
-}
-
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_eights(Kernel kernel, const NormForwardParams& params, cudaStream_t stream,
-                          const Arguments&... arguments) {
-  return launch_vecs(8, kEightsBlocks, kernel, params.rows, params.hidden_size, stream, params, arguments...);
 }
 
 // ---- one kernel -----------------------------------------------------------------------------------------------------
@@ -278,25 +134,12 @@ cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t str
   const NormForwardParams norm = norm_of_z(params);
   if (error == cudaSuccess) error = static_cast<cudaError_t>(launch_norm_forward_cuda(norm, stream));
   if (error != cudaSuccess || !params.add->after.is_there()) return error;
-  return launch_eights(is_double ? after_norm_kernel<double> : after_norm_kernel<float>, norm, stream,
-                       params.add->after);
+  return launch_after_norm(norm, params.add->after, stream);
 }
 
 cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream) {
   const auto kernel = params.x_dtype == DType::kFloat64 ? add_grad_kernel<double> : add_grad_kernel<float>;
   return launch_quads(kernel, params.rows, params.hidden_size, stream, params, *params.add, grad_norm);
-}
-
-int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after,
-                                CUstream_st* stream) {
-  const bool is_double = params.x_dtype == DType::kFloat64;
-  return launch_eights(is_double ? after_norm_grad_kernel<double> : after_norm_grad_kernel<float>, params, stream,
-                       after);
-}
-
-int launch_recover_cuda(const NormForwardParams& params, CUstream_st* stream) {
-  const auto kernel = params.x_dtype == DType::kFloat64 ? recover_kernel<double> : recover_kernel<float>;
-  return launch_eights(kernel, params, stream);
 }
 
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream) {

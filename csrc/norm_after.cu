@@ -1,0 +1,112 @@
+// What comes after a norm, as operations of their own, from x and the statistics that forward saved: y, where the
+// norm's kernel has no store stage; the gradient of the norm from that of y; and x - mean from y.
+#include "activation.cuh"
+#include "add_rows.cuh"
+#include "elementwise.cuh"
+#include "norm_params.h"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// The norm again, from x and the statistics that forward saved, for some columns of any row.
+template <typename acc_t>
+struct NormAgain {
+  const NormForwardParams& params;
+  int64_t col;
+  int count;
+  acc_t weight[8], bias[8];
+
+  __device__ NormAgain(const NormForwardParams& params, int64_t col, int count)
+      : params(params), col(col), count(count) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) weight[i] = 1, bias[i] = 0;
+    if (params.bias) load_vec_as<8>(bias, params.bias, params.weight_dtype, col, count);
+    if (!params.weight) return;
+    load_vec_as<8>(weight, params.weight, params.weight_dtype, col, count);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
+  }
+  __device__ acc_t saved(const void* statistic, int64_t row) const {
+    return statistic ? __ldg(static_cast<const acc_t*>(statistic) + row) : acc_t(0);
+  }
+  __device__ void load(acc_t (&values)[8], int64_t row) const {
+    load_vec_as<8>(values, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
+  }
+  __device__ void operator()(acc_t (&values)[8], int64_t row) const {
+    const acc_t rstd = saved(params.rstd, row), mean = saved(params.mean, row);
+    const acc_t mean_tail = saved(params.mean_tail, row);
+    load(values, row);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = fma(((values[i] - mean) - mean_tail) * rstd, weight[i], bias[i]);
+  }
+};
+
+// Where the norm's kernel has no store stage: over the y that it has written.
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    after_norm_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ AfterNorm after) {
+  for_each_eight(params.rows, params.hidden_size, [&](int64_t col, int count) {
+    return [&, col, count, norm = NormAgain<acc_t>(params, col, count)](int64_t row) {
+      acc_t values[8];
+      norm(values, row);
+      activate(values, after.activation);
+      if (after.dropout.philox) RowDropout(after.dropout, row).apply(values, col);
+      store_columns(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
+    };
+  });
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    after_norm_grad_kernel(const __grid_constant__ NormForwardParams params,
+                           const __grid_constant__ AfterNormGradParams after) {
+  for_each_eight(params.rows, params.hidden_size, [&](int64_t col, int count) {
+    return [&, col, count, norm = NormAgain<acc_t>(params, col, count)](int64_t row) {
+      acc_t grad[8], values[8];
+      load_vec_as<8>(grad, after.grad_output, params.y_dtype, after.grad_output_strides.offset(row) + col, count);
+      if (after.after.activation != Activation::kNone) norm(values, row);
+      if (after.after.dropout.philox) RowDropout(after.after.dropout, row).apply(grad, col);
+      if (after.after.activation != Activation::kNone) activate_backward(grad, values, after.after.activation);
+      store_columns(after.grad, params.y_dtype, row * params.hidden_size + col, grad, count);
+    };
+  });
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads) recover_kernel(const __grid_constant__ NormForwardParams params) {
+  for_each_eight(params.rows, params.hidden_size, [&](int64_t col, int count) {
+    NormAgain<acc_t> norm(params, col, count);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) norm.weight[i] = 1 / norm.weight[i];
+    return [&, col, count, norm](int64_t row) {
+      const acc_t sigma = 1 / norm.saved(params.rstd, row);
+      acc_t values[8];
+      norm.load(values, row);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = (values[i] - norm.bias[i]) * norm.weight[i] * sigma;
+      store_columns(params.y, params.x_dtype, row * params.hidden_size + col, values, count);
+    };
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_after_norm(const NormForwardParams& norm, const AfterNorm& after, cudaStream_t stream) {
+  const auto kernel = norm.x_dtype == DType::kFloat64 ? after_norm_kernel<double> : after_norm_kernel<float>;
+  return launch_eights(kernel, norm, stream, after);
+}
+
+int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after,
+                                CUstream_st* stream) {
+  const bool is_double = params.x_dtype == DType::kFloat64;
+  return launch_eights(is_double ? after_norm_grad_kernel<double> : after_norm_grad_kernel<float>, params, stream,
+                       after);
+}
+
+int launch_recover_cuda(const NormForwardParams& params, CUstream_st* stream) {
+  const auto kernel = params.x_dtype == DType::kFloat64 ? recover_kernel<double> : recover_kernel<float>;
+  return launch_eights(kernel, params, stream);
+}
+
+}  // namespace fused_layernorm
