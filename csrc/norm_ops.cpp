@@ -244,6 +244,18 @@ Tensor ready_parameter(const Tensor& parameter, at::ScalarType dtype) {
   return is_aligned16(ready) ? ready : ready.clone();
 }
 
+// From where rstd, mean and mean_tail lie, one behind the other. Not by mutable_data_ptr(), which takes a tensor that
+// backward only reads for one that is written to.
+template <class Params>
+void point_to_stats(Params& params, const Tensor& stats) {
+  char* rstd = static_cast<char*>(const_cast<void*>(stats.const_data_ptr()));
+  const int64_t row_bytes = params.rows * static_cast<int64_t>(stats.element_size());
+  params.rstd = rstd;
+  if (params.is_rms_norm) return;
+  params.mean = rstd + row_bytes;
+  params.mean_tail = rstd + 2 * row_bytes;
+}
+
 Dropout dropout_of(const Tensor& philox, double p) {
   return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, dropout_threshold(p),
           dropout_scale(p)};
@@ -377,15 +389,6 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   NormForwardParams params{};
   params.x = rows.tensor.const_data_ptr();
   params.y = y.mutable_data_ptr();
-  if (save_stats) {
-    char* base = static_cast<char*>(stats.mutable_data_ptr());
-    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
-    params.rstd = base;
-    if (!options.is_rms_norm) {
-      params.mean = base + row_bytes;
-      params.mean_tail = base + 2 * row_bytes;
-    }
-  }
   params.x_strides = rows.strides;
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
@@ -394,6 +397,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   params.x_dtype = dtype_of(x.scalar_type());
   params.y_dtype = dtype_of(y_dtype);
   params.is_rms_norm = options.is_rms_norm;
+  if (save_stats) point_to_stats(params, stats);
   std::optional<RowView> residual_rows;
   AddStage stage;
   if (add || after) {
@@ -514,13 +518,6 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
   params.grad_weight = wants_weight ? gradients.weight.mutable_data_ptr() : nullptr;
   params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
-  const char* base = static_cast<const char*>(stats.const_data_ptr());
-  const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
-  params.rstd = base;
-  if (!is_rms_norm) {
-    params.mean = base + row_bytes;
-    params.mean_tail = base + 2 * row_bytes;
-  }
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
   params.weight_offset = weight_offset;
@@ -530,6 +527,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.accumulate = into;
   params.is_rms_norm = is_rms_norm;
   params.stats_grad = stats_grad;
+  point_to_stats(params, stats);
   std::optional<RowView> grad_residual_rows;
   AddGradStage stage;
   if (add) {
@@ -613,13 +611,6 @@ struct NormAgain {
     params.x = rows.tensor.const_data_ptr();
     params.weight = data_or_null(weight);
     params.bias = data_or_null(bias);
-    char* base = static_cast<char*>(const_cast<void*>(stats.const_data_ptr()));  // read only
-    const int64_t row_bytes = extent.rows * static_cast<int64_t>(stats.element_size());
-    params.rstd = base;
-    if (!is_rms_norm) {
-      params.mean = base + row_bytes;
-      params.mean_tail = base + 2 * row_bytes;
-    }
     params.x_strides = rows.strides;
     params.rows = extent.rows;
     params.hidden_size = extent.hidden_size;
@@ -628,6 +619,7 @@ struct NormAgain {
     params.weight_dtype = dtype_of(dtype);
     params.y_dtype = params.x_dtype;
     params.is_rms_norm = is_rms_norm;
+    point_to_stats(params, stats);
   }
 };
 #endif

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 struct CUstream_st;  // cudaStream_t is a pointer to this; spelled so that C++ files need no CUDA header
 
@@ -178,20 +179,27 @@ inline void* advanced(void* data, int64_t elements, DType dtype) {
   return const_cast<void*>(advanced(static_cast<const void*>(data), elements, dtype));
 }
 
+// What both directions are told; returns the part's first row.
+template <class Params>
+int64_t take_segment(Params& params, int segment) {
+  params.rows /= params.segments;
+  params.segments = 0;
+  const int64_t first = segment * params.rows;
+  params.x = advanced(params.x, params.x_strides.offset(first), params.x_dtype);
+  params.weight = advanced(params.weight, segment * params.weight_stride, params.weight_dtype);
+  for (auto saved : {&params.rstd, &params.mean, &params.mean_tail})
+    *saved = advanced(*saved, first, accumulation_dtype(params.x_dtype));
+  return first;
+}
+
 struct ForwardSegment : NormForwardParams {
   AddStage stage;
 
   ForwardSegment(const ForwardSegment&) = delete;
   ForwardSegment(const NormForwardParams& all, int segment) : NormForwardParams(all) {
-    rows = all.rows / all.segments;
-    segments = 0;
-    const int64_t first = segment * rows;
-    const DType acc_dtype = accumulation_dtype(all.add ? all.add->residual_out_dtype : x_dtype);
-    x = advanced(x, x_strides.offset(first), x_dtype);
+    const int64_t first = take_segment(*this, segment);
     y = advanced(y, first * hidden_size, y_dtype);
-    weight = advanced(weight, segment * weight_stride, weight_dtype);
     bias = advanced(bias, segment * weight_stride, weight_dtype);
-    for (void** saved : {&rstd, &mean, &mean_tail}) *saved = advanced(*saved, first, acc_dtype);
     if (!add) return;
     stage = *add;
     stage.residual = advanced(stage.residual, stage.residual_strides.offset(first), stage.residual_dtype);
@@ -205,14 +213,8 @@ struct BackwardSegment : NormBackwardParams {
 
   BackwardSegment(const BackwardSegment&) = delete;
   BackwardSegment(const NormBackwardParams& all, int segment) : NormBackwardParams(all) {
-    rows = all.rows / all.segments;
-    segments = 0;
-    const int64_t first = segment * rows;
-    const DType acc_dtype = accumulation_dtype(x_dtype);
-    x = advanced(x, x_strides.offset(first), x_dtype);
+    const int64_t first = take_segment(*this, segment);
     grad_output = advanced(grad_output, grad_output_strides.offset(first), add ? add->grad_output_dtype : x_dtype);
-    weight = advanced(weight, segment * weight_stride, weight_dtype);
-    for (const void** saved : {&rstd, &mean, &mean_tail}) *saved = advanced(*saved, first, acc_dtype);
     grad_input = advanced(grad_input, first * hidden_size, add ? add->grad_input_dtype : x_dtype);
     grad_weight = advanced(grad_weight, segment * hidden_size, grad_weight_dtype);
     grad_bias = advanced(grad_bias, segment * hidden_size, grad_bias_dtype);
