@@ -6,9 +6,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <iterator>
 #include <limits>
 
 #include "autograd.h"
+#include "launch_plan.h"
+#include "norm_params.h"
 
 namespace fused_layernorm {
 namespace {
@@ -159,6 +162,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_differentiable_backward",
              [](py::function function) { fln::set_differentiable_backward(function.ptr()); });
   module.def("take_no_cuda_tensors", &fln::take_no_cuda_tensors);
+  module.attr("max_segments") = fln::kMaxFusedSegments;
+  module.attr("activations") =
+      std::vector<std::string>(std::begin(fln::kActivationNames), std::end(fln::kActivationNames));
   if (PyModule_AddFunctions(module.ptr(), fln::methods) != 0) throw py::error_already_set();
   fln::name_node_in_python();
 }

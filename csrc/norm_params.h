@@ -49,9 +49,9 @@ struct Dropout {
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
-// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). In the order of
-// fused_layernorm/functional.py.
+// What y passes through before it is stored: y = keep * dropout_scale * activation(norm).
 enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu"};  // Python's
 struct AfterNorm {
   Activation activation;
   Dropout dropout;

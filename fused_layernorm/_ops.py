@@ -203,6 +203,10 @@ else:
         pass
 
 
+max_segments = getattr(extension, "max_segments", 0)  # of rows, each with a weight of its own
+activations = getattr(extension, "activations", [])  # their names in the order of the operators' numbers; "": none
+
+
 # ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
 
 norm_operator = norm_backward_operator = add_norm_operator = after_norm_operator = gated_norm_operator = None

@@ -359,7 +359,7 @@ def _norm_and_more(
     dtype = out_dtype or x.dtype
     if _ops.after_norm_operator and x.is_cuda and stats_grad and rounding == "torch":
         if _takes_operator(x, weight, bias, distributed=False):
-            kind = 1 + list(_ACTIVATIONS).index(activation) if activation else 0
+            kind = _ops.activations.index(activation or "")
             return _ops.after_norm_operator(x, weight, bias, philox, len(shape), *options, dtype, kind, dropout_p)[0]
     wide = reference.accumulation_dtype(x.dtype)
     y = _activate(_norm(x, weight, bias, shape, *options, wide, stats_grad, rounding), activation)
@@ -449,7 +449,7 @@ def _adaptive_norm(
 def _parts_of_rows(x, scale, shift, normalized_ndim):
     """(n,) where the rows of x are n equal parts, one after the other, that share a scale and shift each, () where all
     share one; None where it is otherwise, such as a scale for each token. By shapes and not by how many rows there are,
-    up to 65535 parts, so that a row's bits do not depend on the rows beside it."""
+    up to _ops.max_segments parts, so that a row's bits do not depend on the rows beside it."""
     leading = x.dim() - normalized_ndim
     sizes, found = x.shape[:leading], scale.shape[:leading]
     if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
@@ -461,7 +461,7 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
         return ()
     if split == leading or found[:split] != sizes[:split]:
         return None
-    if sizes[:split].numel() > 65535 or not 0 < sizes.numel() < 2**31:  # csrc: kMaxFusedSegments
+    if sizes[:split].numel() > _ops.max_segments or not 0 < sizes.numel() < 2**31:
         return None
     return (sizes[:split].numel(),)
 
@@ -508,7 +508,7 @@ def _after_norm_backward(ctx, grad_output, _):
     if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
         shape, wide = x.shape[x.dim() - normalized_ndim :], reference.accumulation_dtype(x.dtype)
         y = reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide)
-        y = _activate(y, list(_ACTIVATIONS)[kind - 1] if kind else None)
+        y = _activate(y, _ops.activations[kind])
         if philox is not None:
             y = reference.dropout(y, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, wide)
         wanted = [t for t, wants in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wants]

@@ -750,6 +750,12 @@ def test_activation_gradcheck(device, op):
         OPS[op](*tensors, activation="tanh")
 
 
+@pytest.mark.skipif(_ops.extension is None, reason="no extension")
+def test_activations_of_the_extension():
+    """the extension has the activations that the functions have"""
+    assert _ops.activations[0] == "" and set(_ops.activations[1:]) == set(functional._ACTIVATIONS)
+
+
 # ---- modulation ------------------------------------------------------------------------------------------------------
 
 ADAPTIVE = {"layer_norm": fused_adaptive_layer_norm, "rms_norm": fused_adaptive_rms_norm}
