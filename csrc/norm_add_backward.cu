@@ -16,7 +16,8 @@ struct AddGradLaunch {
 };
 
 // Calls f(Types<x, z>{}, plan, launch) where a kernel has the stage: by types, hidden_size and card, not by the number
-// of rows, so that a row's gradients are the same bits whatever the batch, nor by which gradients are wanted.
+// of rows, so that a row's gradients are the same bits whatever the batch, nor by which gradients are wanted, but for a
+// grad_residual that is not of z's type: what type residual has is not known where its gradient is not wanted.
 template <typename F>
 cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
   const AddGradStage& stage = *params.add;
