@@ -6,6 +6,7 @@
 #include "dispatch.cuh"
 #include "launch_plan.h"
 #include "norm_params.h"
+#include "pace.cuh"
 #include "reduce.cuh"
 #include "vector_io.cuh"
 
@@ -178,6 +179,7 @@ struct RowRing {
         }
       };
       load_statistics(slice.first_row);
+      Pace<round_up_to(kPaceBytes / kStageBytes, 1)> pace(depth);
       for (int row = slice.first_row; row < row_count; row += slice.row_step) {
         const int count = min(kRows, row_count - row);
         const int copies = row_bytes == 0 || !asks ? 0 : dense ? 1 : count;
@@ -192,6 +194,8 @@ struct RowRing {
             total += (past_of(source_of(row + group)) + bytes + 15) / 16 * 16;
           total = __reduce_add_sync(0xffffffffu, total);
         }
+        if (lane == 0) pace.next_turn();
+        __syncwarp();
         wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
         const int pitch = pitch_of(kAdds<AddTo> ? tensor : 0);
         const unsigned first = start(stage, tensor);

@@ -151,7 +151,9 @@ __device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inver
 }
 
 // Streams long rows through persistent clusters; cudaErrorNotSupported where such rows, or such a card, are not served
-// that way: by hidden_size, dtypes and card alone, as the bits of the two ways differ.
+// that way: by hidden_size, dtypes and card alone, as the bits of the two ways differ. params.workspace: room for the
+// counter by which rows are claimed.
+constexpr int64_t kRowCounterBytes = sizeof(unsigned);
 cudaError_t launch_forward_long(const NormForwardParams& params, cudaStream_t stream);
 
 // Rows that are shared by the whole card (norm_huge.cu).

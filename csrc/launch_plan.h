@@ -37,7 +37,7 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 
 // Four vectors a thread, as few threads as that allows; between powers of two, plans that such rows fill. H200, x of
 // 256 MiB, LayerNorm, fraction of the copy, bf16: N = 64 0.98, 128 0.98, 256 0.975, 384 0.97 (by the plan of 512 0.92),
-// 512 0.98, 1024 0.98, 4096 0.97, 8192 0.97, 16384 0.94; fp32 0.96 to 0.99. Up to N = 512 it was 0.92 to 0.94 while
+// 512 0.98, 1024 0.98, 4096 0.97, 8192 0.97, 16384 0.955; fp32 0.96 to 0.99. Up to N = 512 it was 0.92 to 0.94 while
 // sums named the lanes of a row by a mask worked out at run time (RowThreads).
 template <typename scalar_t>
 struct ForwardLadder {
@@ -48,9 +48,10 @@ struct ForwardLadder {
 };
 template <>
 struct ForwardLadder<float> {
-  using type = Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>,
-                      RowPlan<64, 4, 4>, RowPlan<64, 6, 4>, RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>,
-                      RowPlan<256, 5, 4>, RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<256, 8, 4, 16>>;
+  using type =
+      Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>,
+             RowPlan<64, 4, 4>, RowPlan<64, 6, 4>, RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>,
+             RowPlan<256, 5, 4>, RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>, RowPlan<256, 8, 4, 16>>;
 };
 template <>
 struct ForwardLadder<double> {
@@ -68,7 +69,7 @@ template <>
 struct AddLadder<float> {
   using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
                       RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
-                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>>;
+                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
 // Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones. What a row costs beside its
@@ -104,16 +105,24 @@ template <typename Plan>
 constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 128;
 
 // Asked of the compiler, so that it takes the registers the plan needs and no fewer (left to itself it aimed at 48 and
-// spilled): 64 a thread, 128 for 8 vectors a thread. At 71 to 80 registers, three quarters of the threads an SM,
+// spilled): 64 a thread, 80 or 128 for 8 vectors a thread. At 71 to 80 registers, three quarters of the threads an SM,
 // forward lost 0.08 of the copy (H200, bf16, N = 1024 to 8192); fp16 has to make do with that, as at 64 it spills (the
-// assembler computes a widened bf16 again, one shift, but keeps a widened fp16).
+// assembler computes a widened bf16 again, one shift, but keeps a widened fp16). N = 16384, threads an SM: bf16 256 x 8
+// 768 0.955, 512 0.93, 512 x 4 1024 0.92; fp32 512 x 8 1024 0.955, 512 0.86, 1024 x 4 1024 0.83, in two turns 512 x 4
+// 1024 0.90.
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
   const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
-  const int threads = kManyTiles<Plan> || (whole && Plan::kVecs > 6) || (is_fp16 && Plan::kVecs > 20) ? 512
-                      : whole ? (Plan::kVecs > 4 || !needs_few ? 768 : 1024)
-                              : (is_fp16 && Plan::kVecs >= 16 ? 768 : 1024);
+  int threads = 1024;
+  if (kManyTiles<Plan> || (is_fp16 && Plan::kVecs > 20)) {
+    threads = 512;
+  } else if (whole && Plan::kVecs > 6) {
+    const bool holds_few = dtype_bytes(x_dtype) == 4 && Plan::kThreads > 256 && !adds;
+    threads = holds_few ? 1024 : needs_few ? 768 : 512;
+  } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
+    threads = 768;
+  }
   return threads / kForwardThreads<Plan>;
 }
 
@@ -130,11 +139,10 @@ constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec >= 32;
 
 // ---- forward of long rows: streamed through the shared memory of persistent clusters (sm_90 and later) --------------
 
-// Longer rows are long. At 16384 the register kernel runs bf16 at 0.939 of the copy and the streamed one at 0.913; fp32
-// at 0.753 and 0.941 (H200).
+// Longer rows are long. At 16384 columns the register kernel runs bf16 at 0.955 of the copy and fp32 at 0.955, the
+// streamed one at 0.91 and 0.89 (H200).
 constexpr bool is_long_row(DType x_dtype, int64_t hidden_size) {
-  if (x_dtype == DType::kFloat64) return false;
-  return hidden_size > (x_dtype == DType::kFloat32 ? 8192 : 16384);
+  return x_dtype != DType::kFloat64 && hidden_size > 16384;
 }
 
 // A block of `threads`, and two warps beside them, holds slices of `vecs` vectors a thread of `depth` rows at once, and
@@ -147,17 +155,18 @@ struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kBlocksPerSm = blocks_per_sm;
 };
 
-// H200, LayerNorm, fraction of the copy; Cn: clusters of n, Dn: depth, dn: delay; a prototype of this structure, whose
-// ring kept no row's place within 128 bytes. The register kernel: 0.55 to 0.75.
-//   16-bit: 24576 512 x 4 (C2, D6, d2) 0.904; 32768 512 x 4 (C4, D4, d2) 0.885, 256 x 4, two blocks an SM (C4, D4, d2)
-//   0.901; 65536 512 x 4 (C4, D6, d2) 0.903; 98304 (C8) 0.845; 131072 (C8) 0.914; 262144 (C16) 0.908.
-//   fp32: 16384 256 x 4 (C4, D8, d2) 0.941, 128 x 4 (C8, D10, d4) 0.942; 24576 256 x 8 (C4, D9, d2) 0.871; 32768 256 x
-//   4 (C8, D8, d2) 0.938; 65536 512 x 4 (C8, D4, d1) 0.927, 256 x 4, two blocks an SM (C16, D4, d1) 0.931; 98304 256 x
-//   8 (C16, D6, d2) 0.925; 131072 512 x 4 (C16, D6, d2) 0.920.
+// H200, fraction of the copy, LayerNorm / RMSNorm; Cn: clusters of n, Dn: depth, dn: delay, B2: two blocks an SM. Rows
+// claimed (and dealt out in turn):
+//   16-bit, 512 x 4 D6: 32768 C2 d3 0.94 / 0.94 (0.85), d2 0.93, d4 0.89 (0.91); 65536 C4 d3 0.94 / 0.94 (0.87), d2
+//   0.93, d4 0.84; 131072 C8 d3 0.94 / 0.94 (0.89), d2 0.93; 262144 C16 d3 0.92 / 0.935, d2 0.936. 256 x 4 B2 D6 d2
+//   0.92 to 0.95; 128 x 4, four blocks an SM, D6 d3 0.92; the register kernel, 512 x 8 for 32768, 0.92. fp32: 32768 256
+//   x 4 C8 D8 d2 0.95 / 0.96 (0.88), B2 D6 d3 0.94, 512 x 4 C4 D6 d2 0.92; 65536 512 x 4 C8 D6 d2 0.93 (0.88), 256 x 4
+//   C16 0.91 (0.95), B2 0.94; 131072 512 x 4 C16 D6 d2 0.93 (0.91); 262144 512 x 8 C16 D3 d1 0.71 / 0.76 (0.67), by two
+//   launches 0.48. Slices of one vector a thread 0.55.
 // fp32 weights of 16-bit x take twice the registers: half the threads. Not measured.
 template <typename scalar_t, typename weight_t>
 struct StreamLadder {
-  using type = Ladder<StreamPlan<512, 4, 8, 6, 2, 16>>;
+  using type = Ladder<StreamPlan<512, 4, 8, 6, 3, 16>>;
 };
 template <typename scalar_t>
 struct StreamLadder<scalar_t, float> {
@@ -165,11 +174,23 @@ struct StreamLadder<scalar_t, float> {
 };
 template <>
 struct StreamLadder<float, float> {
-  using type = Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>>;
+  using type = Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>, StreamPlan<512, 8, 4, 3, 1, 16>>;
 };
 
 template <typename Plan>
 constexpr int kStreamThreads = Plan::kThreads + 64;
+// Bytes between the turns in which a block of backward looks how far it is ahead of the others (pace.cuh), about; how
+// far it may be, and how often and after how long it looks again before it goes on unpaced. H200, backward, RMSNorm
+// fp32, unpaced and a slack of 0.5, 1, 1.5, 2, 4 turns: N = 2048 0.934, 0.931, 0.986, 0.983, 0.975, 0.958; 16384 0.945,
+// 0.934, 0.962, 0.961, 0.957, 0.955. LayerNorm, which waits for two statistics a row, is kept together by that: 0.96 to
+// 0.98 with and without. bf16 0.90 to 0.92 with and without, at 1 turn up to 0.01 less. With a look every 9 KB N = 256
+// lost a quarter: one counter for all.
+constexpr int kPaceBytes = 32768;
+constexpr int kPaceSlackHalves = 3;
+constexpr int kPaceLooks = 32;
+constexpr unsigned kPaceNanoseconds = 100;
+
+constexpr int kClaimedRows = 4;  // rows a cluster from which on they are claimed: the counter costs a launch of 1.2 us
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
@@ -298,7 +319,7 @@ constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer row
 
 // Longer rows than a cluster of 16 holds at once.
 constexpr int64_t huge_forward_columns(DType x_dtype, DType weight_dtype) {
-  return dtype_bytes(x_dtype) == 2 && weight_dtype == x_dtype ? 262144 : 131072;
+  return weight_dtype == x_dtype && x_dtype != DType::kFloat64 ? 262144 : 131072;
 }
 constexpr int64_t kHugeBackwardColumns = 131072;
 
@@ -316,8 +337,14 @@ constexpr int kHugeBlocksPerSm = 3;
 constexpr int kHugeSumBlocksPerSm = 4;  // of the first kernels, which hold less. H200, 8 x 4M, bf16, in all: forward
                                         // 67 us, backward 97; with 3, and loads after the merging, 72 and 110
 constexpr int kHugeNormalizeBlocksPerSm = 2;  // holds a tile of x, weight and bias
+constexpr int kHugeLeastCuts = 8;             // of a row, so that as many blocks as run at once leave few SMs without.
+                                              // 8 x 4M, bf16 / fp32: by slices of 2 / 4 tiles 69 / 157 us, 8 67 / 138,
+                                              // 16, which is that many blocks, 63 / 127
 constexpr int kHugeGradientWaves = 4;         // of blocks of gradients, where rows are many enough
-constexpr int kHugeRowsAhead = 2;             // rows whose x and grad_output a thread loads at once
+constexpr int kHugeGradientBlocks = 6;        // an SM, at most: each merges sums before it begins. 1 x 16M fp32: a
+                                              // block a tile of columns 184 us, 12 171, 6 170, 3 169
+constexpr int kHugeRowsAhead = 2;             // rows whose x and grad_output a thread loads at once; 4 was slower, and
+                                              // 1 for a single row (1 x 16M bf16: 97 us, 91)
 constexpr int kHugeTable = 64;                // rows whose sums a block of gradients merges at once
 
 // Slices of a row: 256, and up to 512 where they would be longer than four tiles. Every block of a second kernel merges

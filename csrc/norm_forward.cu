@@ -18,7 +18,8 @@ namespace fused_layernorm {
 
 int64_t norm_forward_workspace_cuda(const NormForwardParams& params) {
   if (params.add) return add_forward_workspace(params);
-  return is_huge_forward(params) ? forward_huge_workspace(params) : 0;
+  if (is_huge_forward(params)) return forward_huge_workspace(params);
+  return is_long_row(params.x_dtype, params.hidden_size) ? kRowCounterBytes : 0;
 }
 
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream) {

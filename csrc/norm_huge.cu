@@ -30,6 +30,15 @@ struct Slices {
     count = static_cast<int>(ceil_div(tiles, tiles_each));
     elements = static_cast<int>(tiles_each * tile);
   }
+
+  // For what does not add up: in `most` longer slices, where that is fewer and not too few.
+  Slices recut(int64_t most, int64_t hidden_size, int64_t tile) const {
+    Slices cuts = *this;
+    if (most < kHugeLeastCuts || most >= count) return cuts;
+    cuts.elements = static_cast<int>(ceil_div(ceil_div(hidden_size, tile), most) * tile);
+    cuts.count = static_cast<int>(ceil_div(hidden_size, cuts.elements));
+    return cuts;
+  }
 };
 
 // The slice of a row that a block works on, and this thread's place in it.
@@ -37,10 +46,10 @@ template <typename Plan>
 struct SliceOfBlock {
   static constexpr int kTile = Plan::kThreads * Plan::kVecs * Plan::kVec;
 
-  int64_t row, first_col;
-  int slice, elements, own;  // own: where this thread's first vector lies in a tile
+  int64_t first_col;
+  int row, slice, elements, own;  // own: where this thread's first vector lies in a tile
 
-  __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, int64_t row, int slice)
+  __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, int row, int slice)
       : row(row), slice(slice), own(static_cast<int>(threadIdx.x) * Plan::kVec) {
     first_col = static_cast<int64_t>(slice) * slices.elements;
     elements = static_cast<int>(min(static_cast<int64_t>(slices.elements), hidden_size - first_col));
@@ -144,14 +153,14 @@ __device__ __forceinline__ Moments<T> merge_slices(const Moments<T>* parts, int 
 
 template <typename scalar_t, typename weight_t, typename Plan>
 __global__ void __launch_bounds__(Plan::kThreads, kHugeNormalizeBlocksPerSm)
-    norm_huge_normalize_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ Slices slices,
-                               acc_type<scalar_t> inverse_n) {
+    norm_huge_normalize_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ Slices cuts,
+                               int slices, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kVec = Plan::kVec;
   __shared__ RowNorm<acc_t> norm_of_row;
   wait_for_previous_kernel();
   const unsigned block = from_the_end(blockIdx.x);
-  const SliceOfBlock<Plan> at(slices, params.hidden_size, block / slices.count, block % slices.count);
+  const SliceOfBlock<Plan> at(cuts, params.hidden_size, block / cuts.count, block % cuts.count);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
   const weight_t* weight = static_cast<const weight_t*>(params.weight) + at.first_col + at.own;
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + at.first_col + at.own;
@@ -172,8 +181,8 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeNormalizeBlocksPerSm)
   int tile = (at.elements - 1) / at.kTile * at.kTile;
   load(tile);
   if (threadIdx.x < 32) {
-    const auto* parts = static_cast<const Moments<acc_t>*>(params.workspace) + at.row * slices.count;
-    const RowNorm<acc_t> merged = finish_row(merge_slices(parts, slices.count, inverse_n), inverse_n, params, at.row,
+    const auto* parts = static_cast<const Moments<acc_t>*>(params.workspace) + at.row * slices;
+    const RowNorm<acc_t> merged = finish_row(merge_slices(parts, slices, inverse_n), inverse_n, params, at.row,
                                              at.slice == 0 && threadIdx.x == 0);
     if (threadIdx.x == 0) norm_of_row = merged;
   }
@@ -254,34 +263,30 @@ struct MergedRow {
   Pair<acc_type<scalar_t>> slope_level;
 };
 
-// Each block has one tile of columns, and a group of rows.
-template <typename scalar_t, typename weight_t, typename Plan>
+// Each block has a group of rows and a tile of columns; of a single row (kAhead 1) as many tiles as leave enough
+// blocks, as a block must merge the row's sums before it can begin. kAhead: rows whose x and grad_output a thread loads
+// at once.
+template <typename scalar_t, typename weight_t, typename Plan, int kAhead>
 __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
     norm_huge_gradients_kernel(const __grid_constant__ NormBackwardParams params, const __grid_constant__ Slices slices,
-                               int column_tiles, int64_t rows_per_group, acc_type<scalar_t>* partials,
+                               int column_tiles, int column_blocks, int rows_per_group, acc_type<scalar_t>* partials,
                                acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kAhead = kHugeRowsAhead;
+  constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs;
   constexpr int kWarps = Plan::kThreads / 32;
   __shared__ MergedRow<scalar_t> table[kHugeTable];
   wait_for_previous_kernel();
-  const unsigned block = from_the_end(blockIdx.x);
-  const int64_t group = block / column_tiles;
-  const int64_t first_col =
-      static_cast<int64_t>(block % column_tiles) * Plan::kThreads * kVecs * kVec + threadIdx.x * kVec;
-  const int64_t first_row = group * rows_per_group, end_row = min(first_row + rows_per_group, params.rows);
+  const int group = gridDim.x / column_blocks - 1 - blockIdx.x / column_blocks;
+  int64_t first_col = 0;
+  const int first_row = group * rows_per_group,
+            end_row = min(first_row + rows_per_group, static_cast<int>(params.rows));
   const auto col = [&](int v) { return first_col + v * Plan::kThreads * kVec; };
 
-  acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec] = {}, grad_bias[kVecs][kVec] = {};
-#pragma unroll
-  for (int v = 0; v < kVecs; ++v)
-    load_weight<weight_t>(weight[v], params, col(v), col(v) < params.hidden_size ? kVec : 0);
-
   RawVec<scalar_t, kVec> x_raw[kAhead][kVecs], grad_raw[kAhead][kVecs];
-  const auto load = [&](int64_t first) {
+  const auto load = [&](int first) {
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      const int64_t row = min(first + ahead, end_row - 1);
+      const int row = min(first + ahead, end_row - 1);
       const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
       const scalar_t* grad = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
 #pragma unroll
@@ -293,63 +298,76 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
     }
   };
 
+  // The other end first
+  const int first_tile = column_tiles - 1 - static_cast<int>(blockIdx.x % column_blocks);
 #pragma unroll 1
-  for (int64_t chunk = first_row; chunk < end_row; chunk += kHugeTable) {
-    const int rows = static_cast<int>(min(end_row - chunk, static_cast<int64_t>(kHugeTable)));
-    load(chunk);  // on their way while the sums are merged
-    __syncthreads();
-    for (int index = threadIdx.x / 32; index < rows; index += kWarps) {
-      const auto* parts = static_cast<const Pair<acc_t>*>(params.workspace) + (chunk + index) * slices.count;
-      Pair<acc_t> sums{};
-      for_each_part<32 / sizeof(acc_t)>(parts, slices.count, [&](Pair<acc_t> part, bool) {
-        sums = {sums.first + part.first, sums.second + part.second};
-      });
-      sums = row_sum<RowThreads<32, kWarps>>(sums, static_cast<Pair<acc_t>*>(nullptr));
-      const auto saved = load_stats<scalar_t>(params, chunk + index);
-      const RowStats<scalar_t> stats(saved, params);
-      if (threadIdx.x % 32 == 0) table[index] = {saved, slope_and_level(sums, stats, params, inverse_n)};
-    }
-    __syncthreads();
+  for (int tile = first_tile; tile >= 0; tile -= column_blocks) {
+    first_col = static_cast<int64_t>(tile) * Plan::kThreads * kVecs * kVec + threadIdx.x * kVec;
+    const bool merges = kAhead > 1 || tile == first_tile;
+    acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec] = {}, grad_bias[kVecs][kVec] = {};
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      load_weight<weight_t>(weight[v], params, col(v), col(v) < params.hidden_size ? kVec : 0);
+#pragma unroll 1
+    for (int chunk = first_row; chunk < end_row; chunk += kHugeTable) {
+      const int rows = min(end_row - chunk, kHugeTable);
+      load(chunk);  // on their way while the sums are merged
+      if (merges) __syncthreads();
+      for (int index = threadIdx.x / 32; merges && index < rows; index += kWarps) {
+        const auto* parts = static_cast<const Pair<acc_t>*>(params.workspace) + (chunk + index) * slices.count;
+        Pair<acc_t> sums{};
+        for_each_part<32 / sizeof(acc_t)>(parts, slices.count, [&](Pair<acc_t> part, bool) {
+          sums = {sums.first + part.first, sums.second + part.second};
+        });
+        sums = row_sum<RowThreads<32, kWarps>>(sums, static_cast<Pair<acc_t>*>(nullptr));
+        const auto saved = load_stats<scalar_t>(params, chunk + index);
+        const RowStats<scalar_t> stats(saved, params);
+        if (threadIdx.x % 32 == 0) table[index] = {saved, slope_and_level(sums, stats, params, inverse_n)};
+      }
+      if (merges) __syncthreads();
 
 #pragma unroll 1
-    for (int index = 0; index < rows; index += kAhead) {
-      if (index > 0) load(chunk + index);
+      for (int index = 0; index < rows; index += kAhead) {
+        if (index > 0) load(chunk + index);
 #pragma unroll
-      for (int ahead = 0; ahead < kAhead; ++ahead) {
-        if (index + ahead >= rows) break;
-        const MergedRow<scalar_t> row = table[index + ahead];
-        const RowStats<scalar_t> stats(row.saved, params);
-        scalar_t* target = static_cast<scalar_t*>(params.grad_input) + (chunk + index + ahead) * params.hidden_size;
+        for (int ahead = 0; ahead < kAhead; ++ahead) {
+          if (index + ahead >= rows) break;
+          const MergedRow<scalar_t> row = table[index + ahead];
+          const RowStats<scalar_t> stats(row.saved, params);
+          scalar_t* target = static_cast<scalar_t*>(params.grad_input) + (chunk + index + ahead) * params.hidden_size;
 #pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-          acc_t x[kVec], grad[kVec], values[kVec];
-          unpack(x_raw[ahead][v], x);
-          unpack(grad_raw[ahead][v], grad);
-          add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
-          grad_input_of(values, stats, row.slope_level, x, grad, weight[v]);
-          if (col(v) < params.hidden_size) store_vec(target + col(v), values);
+          for (int v = 0; v < kVecs; ++v) {
+            acc_t x[kVec], grad[kVec], values[kVec];
+            unpack(x_raw[ahead][v], x);
+            unpack(grad_raw[ahead][v], grad);
+            add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+            grad_input_of(values, stats, row.slope_level, x, grad, weight[v]);
+            if (col(v) < params.hidden_size) store_vec(target + col(v), values);
+          }
         }
       }
     }
-  }
 
 #pragma unroll
-  for (int v = 0; v < kVecs; ++v) {
-    if (col(v) >= params.hidden_size) continue;
-    if (partials) {
-      acc_t* partial = partials + group * 2 * params.hidden_size + col(v);
-      store_vec(partial, grad_weight[v]);
-      store_vec(partial + params.hidden_size, grad_bias[v]);
-      continue;
-    }
-    const auto store = [&](void* gradient, DType dtype, acc_t(&values)[kVec]) {
-      if (!gradient) return;
+    for (int v = 0; v < kVecs; ++v) {
+      if (col(v) >= params.hidden_size) continue;
+      if (partials) {
+        acc_t* partial = partials + group * 2 * params.hidden_size + col(v);
+        store_vec(partial, grad_weight[v]);
+        store_vec(partial + params.hidden_size, grad_bias[v]);
+        continue;
+      }
+      const auto store = [&](void* gradient, DType dtype, acc_t(&values)[kVec]) {
+        if (!gradient) return;
 #pragma unroll
-      for (int i = 0; params.accumulate && i < kVec; ++i) values[i] += static_cast<const float*>(gradient)[col(v) + i];
-      store_vec_as(gradient, dtype, col(v), values, kVec, kVec > 1);
-    };
-    store(params.grad_weight, params.grad_weight_dtype, grad_weight[v]);
-    store(params.grad_bias, params.grad_bias_dtype, grad_bias[v]);
+        for (int i = 0; params.accumulate && i < kVec; ++i)
+          values[i] += static_cast<const float*>(gradient)[col(v) + i];
+        store_vec_as(gradient, dtype, col(v), values, kVec, kVec > 1);
+      };
+      store(params.grad_weight, params.grad_weight_dtype, grad_weight[v]);
+      store(params.grad_bias, params.grad_bias_dtype, grad_bias[v]);
+    }
+    if constexpr (kAhead > 1) break;
   }
 }
 
@@ -372,7 +390,8 @@ Slices slices_of(int64_t hidden_size) {
 
 // How backward spreads the gradients, and where the sums of slices end and the partial sums of weight gradients begin.
 struct GradientLaunch {
-  int column_tiles, partials;  // partials 0: one group has all rows and writes the weight gradients itself
+  int column_tiles, column_blocks;
+  int partials;  // 0: one group has all rows and writes the weight gradients itself
   int64_t groups, rows_per_group, sums_bytes, bytes;
 
   template <typename acc_t, typename Plan>
@@ -382,6 +401,10 @@ struct GradientLaunch {
     const int64_t wanted = ceil_div(kHugeGradientWaves * kHugeBlocksPerSm * multiprocessors, launch.column_tiles);
     launch.rows_per_group = ceil_div(params.rows, std::min(wanted, params.rows));
     launch.groups = ceil_div(params.rows, launch.rows_per_group);
+    launch.column_blocks = launch.column_tiles;
+    if (launch.rows_per_group == 1)
+      launch.column_blocks = static_cast<int>(
+          std::min<int64_t>(launch.column_tiles, ceil_div(kHugeGradientBlocks * multiprocessors, launch.groups)));
     const bool wants_columns = params.grad_weight || params.grad_bias;
     launch.partials = wants_columns && launch.groups > 1 ? static_cast<int>(launch.groups) : 0;
     launch.sums_bytes = ceil_div(params.rows * slices.count * static_cast<int64_t>(sizeof(Pair<acc_t>)), 16) * 16;
@@ -431,11 +454,22 @@ cudaError_t launch_forward_huge(const NormForwardParams& params, cudaStream_t st
     const auto inverse_n = static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size));
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(params.rows * slices.count)), dim3(Plan::kThreads),
                                   stream);
-    const cudaError_t error =
-        cudaLaunchKernelEx(&launch.config, norm_huge_moments_kernel<scalar_t, Plan>, params, slices);
+    cudaError_t error = cudaLaunchKernelEx(&launch.config, norm_huge_moments_kernel<scalar_t, Plan>, params, slices);
     if (error != cudaSuccess) return error;
-    return cudaLaunchKernelEx(&launch.config, norm_huge_normalize_kernel<scalar_t, weight_t, Plan>, params, slices,
-                              inverse_n);
+    int device = 0;
+    DeviceFacts facts;
+    error = device_facts(device, facts);
+    if (error != cudaSuccess) return error;
+    // Weights twice as wide as x take twice the registers
+    using Normalize =
+        RowPlan<Plan::kThreads, Plan::kVecs* static_cast<int>(sizeof(scalar_t)) / static_cast<int>(sizeof(weight_t)),
+                Plan::kVec>;
+    const Slices cuts = slices.recut(kHugeNormalizeBlocksPerSm * facts.multiprocessors / params.rows,
+                                     params.hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec);
+    const OverlappedLaunch normalize(dim3(static_cast<unsigned>(params.rows * cuts.count)), dim3(Plan::kThreads),
+                                     stream);
+    return cudaLaunchKernelEx(&normalize.config, norm_huge_normalize_kernel<scalar_t, weight_t, Normalize>, params,
+                              cuts, slices.count, inverse_n);
   });
 }
 
@@ -469,10 +503,13 @@ cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t 
     cudaError_t error = cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, weight_t, Sums>, params,
                                            slices, launch.groups == 1);
     if (error != cudaSuccess) return error;
-    const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.column_tiles * launch.groups)),
+    const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.column_blocks * launch.groups)),
                                      dim3(Gradients::kThreads), stream);
-    error = cudaLaunchKernelEx(&gradients.config, norm_huge_gradients_kernel<scalar_t, weight_t, Gradients>, params,
-                               slices, launch.column_tiles, launch.rows_per_group, partials, inverse_n);
+    const auto kernel = launch.rows_per_group == 1
+                            ? norm_huge_gradients_kernel<scalar_t, weight_t, Gradients, 1>
+                            : norm_huge_gradients_kernel<scalar_t, weight_t, Gradients, kHugeRowsAhead>;
+    error = cudaLaunchKernelEx(&gradients.config, kernel, params, slices, launch.column_tiles, launch.column_blocks,
+                               static_cast<int>(launch.rows_per_group), partials, inverse_n);
     if (error != cudaSuccess || launch.partials == 0) return error;
     return launch_backward_finalize(rest, launch.partials, stream);
   });
