@@ -454,10 +454,12 @@ def expected(case, inputs):
          parameters.
     Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts
     as that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
-    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: mean|x_hat| units. Rounding
-    the mean itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are
-    granted the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean
-    would be held to fewer digits than its row has.
+    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: as a sum of terms of both
+    signs few / 2 * mean|x_hat| units; and where it is the mean of x - m, with m the mean of part of the row (16-bit x
+    on CUDA: csrc/forward_kernel.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean itself:
+    |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted the whole
+    (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean would be held to
+    fewer digits than its row has.
     """
     # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
     unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
@@ -481,7 +483,9 @@ def expected(case, inputs):
     few_of_row = few + tiny * rstd.square()
     shift = mean.abs() * rstd * (few * unit if case.dtype == fp32 else 1)
     if case.op == "layer_norm":
-        shift = shift + x_hat.abs().mean(1, keepdim=True)
+        shift = shift + few / 2 * x_hat.abs().mean(1, keepdim=True)
+        if x.is_cuda and case.dtype in (fp16, bf16):
+            shift = shift + 2.5
     wdy = (w * dy).abs() + tiny
     mean_wdy, mean_x_hat_wdy = wdy.mean(1, keepdim=True), (x_hat * wdy).abs().mean(1, keepdim=True)
 
@@ -718,6 +722,22 @@ def test_large_mean_is_ten_times_more_exact_than_torch(device, values, hidden_si
     ours = (fused(case, inputs.x, None, None).double() - truth).abs().max().item()
     torchs = (with_torch(case, inputs.x, None, None).double() - truth).abs().max().item()
     assert ours <= 0.1 * torchs, f"error {ours:.3g}, torch's {torchs:.3g}"
+
+
+@on_devices("dtype", [fp16, bf16, fp32, fp64])
+@pytest.mark.parametrize("hidden_size", [7, 105, 769, 2008, 4097, 12345, 16384, 40000, 65536, 262144, 300000, 300001])
+def test_equal_numbers_have_variance_0(device, dtype, hidden_size):
+    """rows of equal numbers far from 0, eps of 1e-12: y is the bias, grad_x is 1e6 times the centered grad_output"""
+    values = torch.tensor([-9984.0, 0.3, 1e6 if dtype in (fp32, fp64) else 1e3], dtype=dtype, device=device)
+    x = values[:, None].expand(3, hidden_size).contiguous().requires_grad_()
+    bias = torch.linspace(-1, 1, hidden_size, device=device).to(dtype)
+    y = fused_layer_norm(x, None, bias, eps=1e-12)
+    assert torch.equal(y, bias.expand_as(y))
+    dy = 2.0**-20 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=fp64).to(device, dtype)
+    wanted = 1e6 * (dy.double() - dy.double().mean(1, keepdim=True))
+    (grad_x,) = torch.autograd.grad(y, x, dy)
+    limit = 1e-5 if dtype in (fp32, fp64) else 2 * torch.finfo(dtype).eps
+    assert (grad_x.double() - wanted).abs().max() <= limit * wanted.abs().max()
 
 
 @on_devices("case", [replace(case, shape=shape) for case in A_FEW for shape in ((5, 64), (131, 520))])

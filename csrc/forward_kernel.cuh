@@ -344,8 +344,13 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
           if (kRagged || v * kThreads * kVec + own < left) sample(v);
       }
       sum = Row::warp_sum(sum);
+      unpack(raw[0], values);
+      if constexpr (kRagged) {
+        if (!held.whole(0)) unpack(raw[Held::kMain], values);
+      }
+      const acc_t first = __shfl_sync(Row::lane_mask(), values[0], 0, Row::kLanes);
       const int sampled = held_of(kSample, warp_first, Row::kLanes);
-      if (sampled > 0) here.m = quick_ratio(sum, sampled);
+      if (sampled > 0) here.m = snapped(quick_ratio(sum, sampled), first);
     }
     if constexpr (kWidenAnew<Plan>) forget(raw);
     held.for_each([&](int v, auto whole) {

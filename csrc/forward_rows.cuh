@@ -52,11 +52,21 @@ struct Moments {
   }
 };
 
-// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp.
+// `mean`, or `first`, one of the numbers that it is the mean of, where they differ by no more than the rounding of a
+// sum may make them. So the reference point of numbers that are all the same is this number, and their variance 0: else
+// what a mean of 1e6 is rounded by would hide an eps of 1e-12.
+template <typename T>
+__device__ __forceinline__ T snapped(T mean, T first) {
+  constexpr T kNear = sizeof(T) == 8 ? T(0x1p-48) : T(0x1p-19);  // 32 roundings
+  return abs(mean - first) <= abs(mean) * kNear ? first : mean;
+}
+
+// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp; the first one not empty.
 template <int kCount, typename T>
 __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
   using Lanes = RowThreads<32, 1>;
-  part = part.about(Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n)));
+  const T mean = Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n));
+  part = part.about(snapped(mean, __shfl_sync(0xffffffffu, part.m, threadIdx.x % 32 / kCount * kCount)));
   part.c = Lanes::lanes_sum<kCount>(part.c);
   part.q = Lanes::lanes_sum<kCount>(part.q);
   return part;

@@ -224,7 +224,9 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
           sum += vec_sum(values);
         }
         sum = Row::warp_sum(sum);
-        if (sampled > 0) part.m = quick_ratio(sum, sampled);
+        unpack(raw[0], values);
+        const float first = __shfl_sync(0xffffffffu, values[0], 0);
+        if (sampled > 0) part.m = snapped(quick_ratio(sum, sampled), first);
       }
       forget(raw);
 #pragma unroll

@@ -118,7 +118,9 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
       }
       sum = Row::warp_sum(sum);
       const int warp_held = Row::warp_sum(held);
-      if (warp_held > 0) part.m = quick_ratio(sum, warp_held);
+      unpack(raw[0], values);
+      const acc_t first = __shfl_sync(0xffffffffu, values[0], 0);
+      if (warp_held > 0) part.m = snapped(quick_ratio(sum, warp_held), first);
     }
 #pragma unroll
     for (int v = 0; v < Plan::kVecs; ++v) {

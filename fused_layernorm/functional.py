@@ -417,7 +417,9 @@ def _adaptive_norm(
     if parts is not None and _takes_operator(x, scale, shift, weight, bias, gate, residual, distributed=False):
         # A norm whose weight is 1 + scale and whose bias is shift
         modulation_shape = scale.shape
-        scale, shift = (None if t is None else t.expand_as(scale).reshape(*parts, *shape) for t in (scale, shift))
+        if shift is not None and shift.shape != scale.shape:  # unrounded, or each part's gradient would be rounded
+            shift = shift.to(wide).expand_as(scale)
+        scale, shift = (None if t is None else t.reshape(*parts, *shape) for t in (scale, shift))
         offset = 1.0
         if weight is not None or bias is not None:
             factor, offset = 1 + scale.to(wide), 0.0
@@ -429,9 +431,7 @@ def _adaptive_norm(
             return _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
         if gate is not None and _gate_is_stage(x, gate, modulation_shape):
             rows = (*(parts or (1,)), *shape)
-            gate, scale, shift = (
-                None if t is None else t.reshape(rows) for t in (gate.expand(modulation_shape), scale, shift)
-            )
+            gate, scale, shift = (None if t is None else t.reshape(rows) for t in (gate, scale, shift))
             return _ops.gated_norm_operator(x, residual, gate, scale, shift, *options, z_dtype)[:2]
         z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
@@ -468,9 +468,7 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
 
 def _gate_is_stage(x, gate, modulation_shape):
     """Whether the kernel that modulates multiplies by the gate, too: one for the same rows as a scale."""
-    if not (_ops.gated_norm_operator and x.is_cuda and gate.dtype == x.dtype):
-        return False
-    return all(n in (1, of) for n, of in zip(gate.shape, modulation_shape, strict=True))
+    return bool(_ops.gated_norm_operator) and x.is_cuda and gate.dtype == x.dtype and gate.shape == modulation_shape
 
 
 def _gated_sum(x, gate, residual, dtype):
@@ -545,7 +543,9 @@ def _gated_norm_backward(ctx, grad_y, grad_z, _):
         shape = x.shape[x.dim() - normalized_ndim :]
         total = _gated_sum(x, reference.of_each_row(gate, x, normalized_ndim), residual, z_dtype)
         y = reference.norm(total, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype)
-        results = [(t, g) for t, g in ((y, grad_y), (total, grad_z)) if g is not None]
+        results = [(t, g) for t, g in ((y, grad_y), (total, grad_z)) if g is not None and t.requires_grad]
+        if not results:
+            return (None,) * 11
         inputs = (x, residual, gate, weight, bias)
         wanted = [t for t, wants in zip(inputs, ctx.needs_input_grad, strict=False) if wants]
         found = iter(torch.autograd.grad(

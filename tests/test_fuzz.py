@@ -927,6 +927,17 @@ FOUND = {
         special=(("x", 0.0, 1),),
         wants=("x",),
     ),
+    # CUDA: var was what rounding the mean of equal numbers left, squared, and that is not small beside such an eps.
+    "a constant row far from 0": Fuzzed(
+        Case((8, 7, 15), dtype=fp32, normalized_ndim=2, values="constant", eps=1e-12), mean=-1e6, wants=("x",)
+    ),
+    # CUDA: their sums, which are infinite, were multiplied by 0.
+    "frozen statistics beside a large weight": Fuzzed(
+        Case((2, 28), op="rms_norm", dtype=fp16, stats_grad=False),
+        grad_scale=1e3,
+        special=(("weight", math.inf, 7),),
+        wants=("x",),
+    ),
 }
 
 
@@ -945,15 +956,36 @@ FOUND_AROUND = {
     "dropout of fp64 x and narrower y": Around(
         Case((4, 128), dtype=fp64, weight=None, bias=None, out_dtype=bf16), dropout_p=0.1, wants=("x",)
     ),
+    # CUDA: the gradient of shift was rounded for each part of the rows, and then added up.
+    "one shift for parts of rows that have a scale each": Around(
+        Case((7, 3, 24), dtype=bf16, weight=None, bias=None, out_dtype=fp32),
+        wants=("x", "scale", "shift"),
+        kind="adaptive",
+        modulations={"scale": ((7, 24), fp32), "shift": ((24,), bf16)},
+    ),
+}
+
+FOUND_SECOND_ORDER = {
+    # CUDA: RuntimeError, as residual_out, which is used, does not require grad.
+    "a gate, x and residual that need no gradient": Around(
+        Case((7, 24), dtype=fp64, weight=None, bias=None),
+        wants=("scale",),
+        kind="adaptive",
+        residual=fp64,
+        uses=("y", "z"),
+        modulations={"scale": ((7, 24), fp64), "gate": ((7, 24), fp64)},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [*FOUND, *FOUND_AROUND])
+@pytest.mark.parametrize("name", [*FOUND, *FOUND_AROUND, *FOUND_SECOND_ORDER])
 def test_found_by_fuzzing(name):
     if name in FOUND:
         check_case(FOUND[name])
-    else:
+    elif name in FOUND_AROUND:
         check_around(FOUND_AROUND[name])
+    else:
+        check_second_order_around(FOUND_SECOND_ORDER[name])
 
 
 # ---- the fuzzing itself --------------------------------------------------------------------------------------------
