@@ -448,7 +448,8 @@ def expected(case, inputs):
            y            |x_hat * w| + |b|
            grad_input   rstd * (|wdy| + |x_hat| * mean|x_hat * wdy| + mean|wdy|); frozen statistics: rstd * |wdy|
            grad_weight  sqrt(rows) * rms over the rows of (grad_output * x_hat), + |the sum|; grad_bias likewise.
-                        sqrt(rows), because the roundings of different rows are independent of each other
+                        sqrt(rows), because the roundings of different rows are independent of each other; those of
+                        `repeats` equal rows (dimensions of stride 0) are not: sqrt(rows * repeats)
          where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
       2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
          parameters.
@@ -456,10 +457,10 @@ def expected(case, inputs):
     as that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
     All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: as a sum of terms of both
     signs few / 2 * mean|x_hat| units; and where it is the mean of x - m, with m the mean of part of the row (16-bit x
-    on CUDA: csrc/forward_kernel.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean itself:
-    |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted the whole
-    (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean would be held to
-    fewer digits than its row has.
+    on CUDA: csrc/forward_kernel.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean
+    itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted
+    the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean would be
+    held to fewer digits than its row has.
     """
     # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
     unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
@@ -489,8 +490,11 @@ def expected(case, inputs):
     wdy = (w * dy).abs() + tiny
     mean_wdy, mean_x_hat_wdy = wdy.mean(1, keepdim=True), (x_hat * wdy).abs().mean(1, keepdim=True)
 
+    leading = inputs.grad_output.dim() - case.normalized_ndim
+    repeats = math.prod(case.shape[dim] for dim in range(leading) if inputs.grad_output.stride(dim) == 0)
+
     def over_rows(terms):  # sqrt(rows) * rms
-        return terms.square().sum(0).sqrt()
+        return (repeats * terms.square().sum(0)).sqrt()
 
     b = 0.0 if wide.bias is None else wide.bias.reshape(-1).abs()
     terms = {

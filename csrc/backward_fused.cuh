@@ -194,8 +194,10 @@ struct RowRing {
             total += (past_of(source_of(row + group)) + bytes + 15) / 16 * 16;
           total = __reduce_add_sync(0xffffffffu, total);
         }
-        if (lane == 0) pace.next_turn();
-        __syncwarp();
+        if constexpr (sizeof(scalar_t) == 4) {
+          if (lane == 0) pace.next_turn();
+          __syncwarp();
+        }
         wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
         const int pitch = pitch_of(kAdds<AddTo> ? tensor : 0);
         const unsigned first = start(stage, tensor);

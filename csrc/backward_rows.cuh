@@ -95,19 +95,19 @@ __device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& st
 }
 
 // (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2. Both 0 where the
-// statistics are constants: inverse_n is 0 then, and a sum may be infinite.
+// statistics are constants: not by a factor of 0, as a sum may be infinite.
 template <typename Stats, typename T>
 __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& stats, const NormBackwardParams& params,
                                                    T inverse_n) {
-  if (inverse_n == 0) return {0, 0};
+  if (!params.stats_grad) sums = {0, 0};
   const T c1 = mul(mul(sums.first, stats.rstd), inverse_n);
   return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
 }
 
-// What the sums of a row are multiplied by; 0 where the statistics are constants, c1 = c2 = 0.
+// What the sums of a row are multiplied by.
 template <typename T>
 T inverse_for_sums(const NormBackwardParams& params) {
-  return params.stats_grad ? static_cast<T>(1.0 / static_cast<double>(params.hidden_size)) : T(0);
+  return static_cast<T>(1.0 / static_cast<double>(params.hidden_size));
 }
 
 // A scalar to a tensor whose dtype is known at run time only.

@@ -15,12 +15,12 @@ namespace {
 // it make blocks wait less, and blocks that could not begin yet make the others wait in vain, once.
 __device__ unsigned paced_turns;
 
-// kEvery: of how many turns one is paced.
+// kEvery: of how many turns one is paced. Few fields: the kernels have no register to spare.
 template <int kEvery>
 class Pace {
  public:
   // The first `free` turns, which fill a ring, are not: by then all blocks have begun.
-  __device__ explicit Pace(int free) : begun_(look()), free_(free) {}
+  __device__ explicit Pace(int free) : mean_(look()), free_(free) {}
 
   // Before the block's next turn, by one of its threads.
   __device__ void next_turn() {
@@ -29,12 +29,11 @@ class Pace {
       return;
     }
     free_ = kEvery - 1;
-    ++turns_;
+    mean_ += gridDim.x;
     atomicAdd(&paced_turns, 1u);
-    for (int looks = 0; paced_; ++looks) {
-      const int ahead = static_cast<int>(turns_ * gridDim.x - (look() - begun_));
-      if (ahead <= static_cast<int>(kPaceSlackHalves * gridDim.x / 2)) return;
-      paced_ = looks < kPaceLooks;
+    const int slack = static_cast<int>(kPaceSlackHalves * gridDim.x / 2);
+    for (int looks = 0; static_cast<int>(mean_ - look()) > slack; ++looks) {
+      if (looks == kPaceLooks) mean_ -= kPaceNever;
       __nanosleep(kPaceNanoseconds);
     }
   }
@@ -42,9 +41,8 @@ class Pace {
  private:
   __device__ static unsigned look() { return *static_cast<volatile unsigned*>(&paced_turns); }
 
-  unsigned begun_, turns_ = 0;
+  unsigned mean_;  // what paced_turns is when the mean of the blocks has as many turns as this one
   int free_;
-  bool paced_ = true;
 };
 
 }  // namespace

@@ -931,6 +931,15 @@ FOUND = {
     "a constant row far from 0": Fuzzed(
         Case((8, 7, 15), dtype=fp32, normalized_ndim=2, values="constant", eps=1e-12), mean=-1e6, wants=("x",)
     ),
+    # CUDA: equal rows are rounded alike; `expected` took their errors for independent.
+    "a gradient of many equal rows": Fuzzed(
+        Case((6, 2, 126, 205), op="rms_norm", dtype=fp32, weight=None, bias=fp32, values="first_is_outlier"),
+        seed=1081780,
+        mean=1000.0,
+        sigma=0.0,
+        memory={"grad_output": Memory(order=(0, 2, 1, 3), steps=(2, 2, 1, 1), expanded=(2,))},
+        wants=("bias",),
+    ),
     # CUDA: their sums, which are infinite, were multiplied by 0.
     "frozen statistics beside a large weight": Fuzzed(
         Case((2, 28), op="rms_norm", dtype=fp16, stats_grad=False),
