@@ -179,7 +179,8 @@ struct RowRing {
         }
       };
       load_statistics(slice.first_row);
-      Pace<round_up_to(kPaceBytes / kStageBytes, 1)> pace(depth);
+      constexpr bool kPaced = kIsPaced<scalar_t, Plan>;
+      Pace<kPaced ? round_up_to(kPaceBytes / kStageBytes, 1) : 0> pace(depth);
       for (int row = slice.first_row; row < row_count; row += slice.row_step) {
         const int count = min(kRows, row_count - row);
         const int copies = row_bytes == 0 || !asks ? 0 : dense ? 1 : count;
@@ -194,7 +195,7 @@ struct RowRing {
             total += (past_of(source_of(row + group)) + bytes + 15) / 16 * 16;
           total = __reduce_add_sync(0xffffffffu, total);
         }
-        if constexpr (sizeof(scalar_t) == 4) {
+        if constexpr (kPaced) {
           if (lane == 0) pace.next_turn();
           __syncwarp();
         }

@@ -179,18 +179,6 @@ struct StreamLadder<float, float> {
 
 template <typename Plan>
 constexpr int kStreamThreads = Plan::kThreads + 64;
-// Bytes between the turns in which a block of backward looks how far it is ahead of the others (pace.cuh), about; how
-// far it may be, and how often and after how long it looks again before it goes on unpaced. H200, backward, RMSNorm
-// fp32, unpaced and a slack of 0.5, 1, 1.5, 2, 4 turns: N = 2048 0.934, 0.931, 0.986, 0.983, 0.975, 0.958; 16384 0.945,
-// 0.934, 0.962, 0.961, 0.957, 0.955. LayerNorm, which waits for two statistics a row, is kept together by that: 0.96 to
-// 0.98 with and without. bf16 was within 0.01 of what it was: fp32 only. With a look every 9 KB N = 256
-// lost a quarter: one counter for all.
-constexpr int kPaceBytes = 32768;
-constexpr int kPaceSlackHalves = 3;
-constexpr int kPaceLooks = 32;
-constexpr unsigned kPaceNanoseconds = 100;
-constexpr unsigned kPaceNever = 1u << 30;  // turns that a block gives itself when it goes on unpaced
-
 constexpr int kClaimedRows = 4;  // rows a cluster from which on they are claimed: the counter costs a launch of 1.2 us
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -208,6 +196,23 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
   // block has to do, and where a thread holds so many columns that the row does not fit beside their sums.
   static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32);
 };
+
+// Whether blocks of backward wait for the mean of all (pace.cuh): where the recorded benchmark gained by it (H200,
+// fp32, LayerNorm / RMSNorm: N = 4096 0.936 / 0.887 became 0.942 / 0.949, 8192 0.953 / 0.898 0.939 / 0.952, 16384 0.935
+// / 0.888 0.927 / 0.938, 65536 0.908 / 0.910 0.921 / 0.921). It lost where blocks have several short rows at once (N =
+// 512 0.936 / 0.964 became 0.803 / 0.843, 1024 0.945 / 0.915 0.864 / 0.906) and with ragged rows (769 0.893 0.731),
+// which a prototype that ran this kernel alone did not show; bf16 was within 0.01 of what it was.
+template <typename scalar_t, typename Plan>
+constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Plan::kOneBehind && Plan::kVec == 4;
+// Bytes between the turns in which a block looks how far it is ahead of the others, about; how many half turns it may
+// be, and how often and after how long it looks again before it goes on unpaced. Unpaced and a slack of 0.5, 1, 1.5, 2,
+// 4 turns, RMSNorm fp32: N = 4096 0.916, 0.922, 0.971, 0.968, 0.959, 0.931; 16384 0.945, 0.934, 0.962, 0.961, 0.957,
+// 0.955. LayerNorm, which waits for two statistics a row, is kept together by that.
+constexpr int kPaceBytes = 32768;
+constexpr int kPaceSlackHalves = 3;
+constexpr int kPaceLooks = 32;
+constexpr unsigned kPaceNanoseconds = 100;
+constexpr unsigned kPaceNever = 1u << 30;  // turns that a block gives itself when it goes on unpaced
 
 // One ladder for both strategies, so that grad_input is the same bits whichever runs. H200, LayerNorm, x of 256 MiB,
 // fraction of the two-read-one-write pass, sum of the partials included; R: rows, B: blocks an SM, C: cluster.
