@@ -157,12 +157,14 @@ struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
 
 // H200, fraction of the copy, LayerNorm / RMSNorm; Cn: clusters of n, Dn: depth, dn: delay, B2: two blocks an SM. Rows
 // claimed (and dealt out in turn):
-//   16-bit, 512 x 4 D6: 32768 C2 d3 0.94 / 0.94 (0.85), d2 0.93, d4 0.89 (0.91); 65536 C4 d3 0.94 / 0.94 (0.87), d2
+//   16-bit: 512 x 4 D6, 32768 C2 d3 0.94 / 0.94 (0.85), d2 0.93, d4 0.89 (0.91); 65536 C4 d3 0.94 / 0.94 (0.87), d2
 //   0.93, d4 0.84; 131072 C8 d3 0.94 / 0.94 (0.89), d2 0.93; 262144 C16 d3 0.92 / 0.935, d2 0.936. 256 x 4 B2 D6 d2
-//   0.92 to 0.95; 128 x 4, four blocks an SM, D6 d3 0.92; the register kernel, 512 x 8 for 32768, 0.92. fp32: 32768 256
-//   x 4 C8 D8 d2 0.95 / 0.96 (0.88), B2 D6 d3 0.94, 512 x 4 C4 D6 d2 0.92; 65536 512 x 4 C8 D6 d2 0.93 (0.88), 256 x 4
-//   C16 0.91 (0.95), B2 0.94; 131072 512 x 4 C16 D6 d2 0.93 (0.91); 262144 512 x 8 C16 D3 d1 0.71 / 0.76 (0.67), by two
-//   launches 0.48. Slices of one vector a thread 0.55.
+//   0.92 to 0.95; 128 x 4, four blocks an SM, D6 d3 0.92; the register kernel, 512 x 8 for 32768, 0.92.
+//
+//   fp32: 32768 256 x 4 C8 D8 d2 0.95 / 0.96 (0.88), B2 D6 d3 0.94, 512 x 4 C4 D6 d2 0.92; 65536 512 x 4 C8 D6 d2 0.93
+//   (0.88), 256 x 4 C16 0.91 (0.95), B2 0.94; 131072 512 x 4 C16 D6 d2 0.93 (0.91); 262144 512 x 8 C16 D3 d1 0.71 /
+//   0.88 (0.69 / 0.87), with bias in registers, which spilled, 0.71 / 0.76, by two launches 0.48. Slices of one vector
+//   a thread 0.55.
 // fp32 weights of 16-bit x take twice the registers: half the threads. Not measured.
 template <typename scalar_t, typename weight_t>
 struct StreamLadder {
