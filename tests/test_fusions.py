@@ -1186,6 +1186,7 @@ def accumulates(device, op, dtype, shape):
     truth = torch.autograd.grad(OPS[op](*wide, eps=1e-5 if op == "layer_norm" else torch.finfo(fp32).eps), wide[1:],
                                 torch.cat(gradients).double())  # fmt: skip
     for parameter, right in zip((weight, bias), truth, strict=True):
+        # Of 4 * rows terms of about 1, whose roundings are independent of each other
         torch.testing.assert_close(parameter.main_grad.double(), right + 0.5, rtol=1e-5, atol=1e-5 * (4 * rows) ** 0.5)
         assert parameter.grad_added_to_main_grad and not parameter.grad.any() and parameter.grad.dtype == dtype
     plain = OPS[op](batches[0].detach().requires_grad_(), weight, bias)

@@ -972,6 +972,15 @@ FOUND_AROUND = {
         kind="adaptive",
         modulations={"scale": ((7, 24), fp32), "shift": ((24,), bf16)},
     ),
+    # CUDA: likewise.
+    "one gate for parts of rows that have a scale each": Around(
+        Case((7, 3, 24), dtype=bf16, weight=None, bias=None, out_dtype=fp32),
+        wants=("x", "scale", "gate"),
+        kind="adaptive",
+        residual=bf16,
+        uses=("y", "z"),
+        modulations={"scale": ((7, 24), fp32), "gate": ((24,), bf16)},
+    ),
 }
 
 FOUND_SECOND_ORDER = {
