@@ -24,6 +24,11 @@ void take_no_cuda_tensors();
 // the GIL.
 at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const NormOptions& options);
 
+// y and z, likewise with a FusedAddNormBackward (add_autograd.cpp). z has no gradient where neither x nor residual
+// does.
+std::tuple<at::Tensor, at::Tensor> add_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                                            const NormOptions& options, const AddOptions& add);
+
 // The operators norm_forward and norm_backward (torch_library.cpp): what they take and return.
 using OptionalTensor = std::optional<at::Tensor>;
 using NormOperatorResult = std::tuple<at::Tensor, at::Tensor>;
@@ -47,6 +52,9 @@ AddNormResult add_norm_by_operator(const at::Tensor& x, const OptionalTensor& re
 // Whether torch.func or forward-mode AD is at work, for which the operators have no rules.
 bool is_in_transform(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors);
 
+// An error where a tensor has a tangent, which the operators would lose.
+void check_no_tangents(const char* name, std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors);
+
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -58,17 +66,17 @@ struct BackwardOptions {
   double eps, weight_offset;
   bool is_rms_norm;
   std::optional<at::ScalarType> bias_dtype;  // none: no bias
-  bool wants_x, wants_weight, wants_bias;
-  bool is_operator;  // tensors that the kernels cannot take go through the operator, as they did forward
   bool stats_grad;
+  bool wants_x = false, wants_weight = false, wants_bias = false;
 };
 
 // The gradients of a norm by PyTorch operations, differentiable.
 NormGradients by_operations(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const BackwardOptions& options);
 
-// Makes type(y.grad_fn) say what it is. Once, with the GIL.
-void name_node_in_python();
+// Make type(y.grad_fn) say what it is. Once, with the GIL.
+void name_norm_node();
+void name_add_norm_node();
 
 // A Python function of (grad_output, x, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype,
 // stats_grad) that returns the gradients of x, weight and bias. It is called where those must be differentiable

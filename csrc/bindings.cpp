@@ -75,7 +75,14 @@ bool read(PyObject* object, c10::SmallVector<int64_t, 4>& shape) {
   return true;
 }
 
-// The arguments of py_norm, in their order.
+bool read(PyObject* object, std::optional<at::ScalarType>& dtype) {
+  if (object == Py_None) return true;
+  if (!THPDtype_Check(object)) return false;
+  dtype = reinterpret_cast<THPDtype*>(object)->scalar_type;
+  return true;
+}
+
+// The arguments of py_norm, in their order, which py_add_norm's begin with.
 struct Call {
   Tensor x, weight, bias;
   c10::SmallVector<int64_t, 4> shape;
@@ -98,19 +105,16 @@ struct Call {
     }
     if (!read(arguments[5], options.weight_offset)) return false;
     options.stats_grad = arguments[8] == Py_True;
-    if (!options.stats_grad && arguments[8] != Py_False) return false;
-    if (arguments[7] == Py_None) return true;
-    if (!THPDtype_Check(arguments[7])) return false;
-    options.out_dtype = reinterpret_cast<THPDtype*>(arguments[7])->scalar_type;
-    return true;
+    options.takes_segments = arguments[9] == Py_True;
+    return (options.stats_grad || arguments[8] == Py_False) && read(arguments[7], options.out_dtype);
   }
 };
 
-// norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad) -> y; NotImplemented
-// where the kernels cannot take the tensors, or an argument is of a type that is not expected.
+// norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, takes_segments) -> y;
+// NotImplemented where the kernels cannot take the tensors, or an argument is of a type that is not expected.
 PyObject* py_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
+  TORCH_CHECK_TYPE(count == 10, "norm takes 10 arguments");
   Call call;
   if (!call.read_from(arguments) || !takes_kernel({call.x, call.weight, call.bias})) {
     PyErr_Clear();
@@ -122,6 +126,27 @@ PyObject* py_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     y = norm(call.x, call.weight, call.bias, call.options);
   }
   return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+// add_norm(<as norm>, residual, residual_dtype, philox, dropout_p) -> (y, residual_out), or NotImplemented, likewise.
+PyObject* py_add_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 14, "add_norm takes 14 arguments");
+  Call call;
+  AddOptions add{};
+  if (!call.read_from(arguments) || !read(arguments[10], add.residual, true) ||
+      !read(arguments[11], add.residual_dtype) || !read(arguments[12], add.philox, true) ||
+      !read(arguments[13], add.dropout_p) || !takes_kernel({call.x, call.weight, call.bias, add.residual})) {
+    PyErr_Clear();
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  Tensor y, z;
+  {
+    const WithoutGil without_gil;
+    std::tie(y, z) = add_norm(call.x, call.weight, call.bias, call.options, add);
+  }
+  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move(y)), THPVariable_Wrap(std::move(z)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -137,6 +162,7 @@ PyObject* py_takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 
 PyMethodDef methods[] = {
     {"norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_norm)), METH_FASTCALL, nullptr},
+    {"add_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_add_norm)), METH_FASTCALL, nullptr},
     {"takes_kernel", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_takes_kernel)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -166,5 +192,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("activations") =
       std::vector<std::string>(std::begin(fln::kActivationNames), std::end(fln::kActivationNames));
   if (PyModule_AddFunctions(module.ptr(), fln::methods) != 0) throw py::error_already_set();
-  fln::name_node_in_python();
+  fln::name_norm_node();
+  fln::name_add_norm_node();
 }

@@ -43,6 +43,39 @@ NormOperatorGradients op_norm_backward(const Tensor& grad_output, const Tensor& 
   return {or_empty(found.x), or_empty(found.weight), or_empty(found.bias)};
 }
 
+AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
+                                  double eps, double weight_offset, bool is_rms_norm,
+                                  std::optional<at::ScalarType> out_dtype, bool stats_grad, double dropout_p,
+                                  std::optional<at::ScalarType> residual_dtype) {
+  check_normalized_ndim(normalized_ndim, x);
+  const int64_t leading = x.dim() - normalized_ndim;
+  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
+                            /*takes_segments=*/true};
+  const AddOptions add{residual.value_or(Tensor()), residual_dtype, philox.value_or(Tensor()), dropout_p};
+  auto [y, stats, residual_out] =
+      norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
+  return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
+}
+
+AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_residual_out,
+                                      const Tensor& z, const OptionalTensor& weight, const Tensor& stats,
+                                      const OptionalTensor& philox, int64_t normalized_ndim, double weight_offset,
+                                      bool is_rms_norm, bool wants_x, bool wants_weight,
+                                      std::optional<at::ScalarType> bias_dtype, bool stats_grad, double dropout_p,
+                                      at::ScalarType x_dtype, std::optional<at::ScalarType> residual_dtype) {
+  const AddGradOptions add{grad_residual_out.value_or(Tensor()), philox.value_or(Tensor()), dropout_p, x_dtype,
+                           residual_dtype};
+  NormGradients found = norm_backward(grad_output, z, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
+                                      weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad, &add);
+  if (found.residual.is_same(found.x)) found.residual.reset();  // results of an operator are not one tensor twice
+  const auto or_empty = [&](Tensor& gradient) {
+    return gradient.defined() ? std::move(gradient) : at::empty({0}, z.options());
+  };
+  return {or_empty(found.x), or_empty(found.residual), or_empty(found.weight), or_empty(found.bias)};
+}
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
 NormOperatorResult op_after_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                          const OptionalTensor& philox, int64_t normalized_ndim, double eps,
                                          double weight_offset, bool is_rms_norm,
@@ -66,21 +99,6 @@ Tensor op_after_norm_grad(const Tensor& grad_output, const Tensor& x, const Opti
                          {activation, philox.value_or(Tensor()), dropout_p});
 }
 
-AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
-                                  double eps, double weight_offset, bool is_rms_norm,
-                                  std::optional<at::ScalarType> out_dtype, bool stats_grad, double dropout_p,
-                                  std::optional<at::ScalarType> residual_dtype) {
-  check_normalized_ndim(normalized_ndim, x);
-  const int64_t leading = x.dim() - normalized_ndim;
-  const NormOptions options{x.sizes().slice(leading), eps, weight_offset, is_rms_norm, out_dtype, stats_grad,
-                            /*takes_segments=*/true};
-  const AddOptions add{residual.value_or(Tensor()), residual_dtype, philox.value_or(Tensor()), dropout_p};
-  auto [y, stats, residual_out] =
-      norm_forward(x, weight.value_or(Tensor()), bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
-  return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
-}
-
 AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, const Tensor& gate, const Tensor& weight,
                                     const OptionalTensor& bias, int64_t normalized_ndim, double eps,
                                     double weight_offset, bool is_rms_norm, at::ScalarType out_dtype,
@@ -94,23 +112,7 @@ AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, con
   auto [y, stats, residual_out] = norm_forward(x, weight, bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
   return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
 }
-
-AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_residual_out,
-                                      const Tensor& z, const OptionalTensor& weight, const Tensor& stats,
-                                      const OptionalTensor& philox, int64_t normalized_ndim, double weight_offset,
-                                      bool is_rms_norm, bool wants_x, bool wants_weight,
-                                      std::optional<at::ScalarType> bias_dtype, bool stats_grad, double dropout_p,
-                                      at::ScalarType x_dtype, std::optional<at::ScalarType> residual_dtype) {
-  const AddGradOptions add{grad_residual_out.value_or(Tensor()), philox.value_or(Tensor()), dropout_p, x_dtype,
-                           residual_dtype};
-  NormGradients found = norm_backward(grad_output, z, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
-                                      weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad, &add);
-  if (found.residual.is_same(found.x)) found.residual.reset();  // results of an operator are not one tensor twice
-  const auto or_empty = [&](Tensor& gradient) {
-    return gradient.defined() ? std::move(gradient) : at::empty({0}, z.options());
-  };
-  return {or_empty(found.x), or_empty(found.residual), or_empty(found.weight), or_empty(found.bias)};
-}
+#endif
 
 }  // namespace
 }  // namespace fused_layernorm

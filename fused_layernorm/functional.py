@@ -1,10 +1,11 @@
 """LayerNorm and RMSNorm as functions: the public calls, the choice of path, and the one autograd.Function.
 
 Four paths, the first three on the same kernels. Plain eager mode: one call into the extension, which has its own
-autograd node (csrc/autograd.cpp). What that call hands back, for an argument of a type it does not read: NormFunction.
-Where something must see a call that it can name (torch.compile, torch.export, dispatch modes, fake tensors, DTensor):
-the operator torch.ops.fused_layernorm.norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other
-subclasses, torch.jit.trace, no kernels for the device): PyTorch operations.
+autograd nodes (csrc/autograd.cpp, add_autograd.cpp). What that call hands back, for an argument of a type it does not
+read: NormFunction; with a residual, the operator. Where something must see a call that it can name (torch.compile,
+torch.export, dispatch modes, fake tensors, DTensor): the operators torch.ops.fused_layernorm.norm_forward and
+add_norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other subclasses, torch.jit.trace, no
+kernels for the device): PyTorch operations.
 
 What surrounds a norm: residual and dropout before it are stages of the kernels where there are any (_ops.has_stages);
 all else is PyTorch operations around one of the paths above, by the same formulas (reference.py).
@@ -113,7 +114,7 @@ def fused_layer_norm(
             `accumulate_grad` with a parameter that has no float32 ``main_grad``.
     """
     if not (activation or dropout_p or memory_efficient or accumulate_grad or is_dynamo_compiling()):
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad)
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad, False)
         if y is not NotImplemented:
             return y
     return _norm_and_more(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad,
@@ -156,7 +157,7 @@ def fused_rms_norm(
     if not (
         activation or dropout_p or memory_efficient or accumulate_grad or rounding != "torch" or is_dynamo_compiling()
     ):
-        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad)
+        y = _ops.norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad, False)
         if y is not NotImplemented:
             return y
     return _norm_and_more(x, weight, bias, normalized_shape, _rms_eps(eps, x), weight_offset, True, out_dtype,
@@ -205,6 +206,11 @@ def fused_add_layer_norm(
 
     The other arguments, the guarantees and the errors are those of `fused_layer_norm`; gradients flow to residual too.
     """
+    if not (activation or dropout_p or return_dropout_mask or is_dynamo_compiling()):
+        results = _ops.add_norm(x, weight, bias, normalized_shape, eps, weight_offset, False, out_dtype, stats_grad,
+                                False, residual, residual_dtype, None, 0.0)  # fmt: skip
+        if results is not NotImplemented:
+            return results
     return _add_norm(x, residual, weight, bias, eps, False, dropout_p, training, residual_dtype, normalized_shape,
                      weight_offset, out_dtype, stats_grad, activation, "torch", return_dropout_mask)  # fmt: skip
 
@@ -233,6 +239,11 @@ def fused_add_rms_norm(
 
     Arguments and result are those of `fused_add_layer_norm`, eps and rounding those of `fused_rms_norm`.
     """
+    if not (activation or dropout_p or return_dropout_mask or rounding != "torch" or is_dynamo_compiling()):
+        results = _ops.add_norm(x, weight, bias, normalized_shape, eps, weight_offset, True, out_dtype, stats_grad,
+                                False, residual, residual_dtype, None, 0.0)  # fmt: skip
+        if results is not NotImplemented:
+            return results
     return _add_norm(x, residual, weight, bias, _rms_eps(eps, x), True, dropout_p, training, residual_dtype,
                      normalized_shape, weight_offset, out_dtype, stats_grad, activation, rounding,
                      return_dropout_mask)  # fmt: skip
@@ -377,11 +388,17 @@ def _add_norm(
     _check_activation(activation)
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
+    p = dropout_p if training else 0.0
     has_stage = rounding == "torch" and _ops.has_stages(x.device.type)
-    if has_stage and _takes_operator(x, weight, bias, residual, distributed=philox is None):
-        y, z, _ = _ops.add_norm_operator(x, residual, weight, bias, philox, len(shape), eps, weight_offset,
-                                         is_rms_norm, y_dtype, stats_grad, dropout_p if training else 0.0,
-                                         z_dtype)  # fmt: skip
+    results = NotImplemented
+    if has_stage:
+        results = _in_plain_eager_mode(_ops.add_norm, x, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype,
+                                       stats_grad, False, residual, z_dtype, philox, p)  # fmt: skip
+    if results is not NotImplemented:
+        y, z = results
+    elif has_stage and _takes_operator(x, weight, bias, residual, distributed=philox is None):
+        y, z, _ = _ops.add_norm_operator(x, residual, weight, bias, philox, len(shape), eps, weight_offset, is_rms_norm,
+                                         y_dtype, stats_grad, p, z_dtype)  # fmt: skip
     else:
         wide = reference.accumulation_dtype(x.dtype)
         dropped = x if philox is None else _dropout(x, philox, len(shape), dropout_p, wide)
@@ -427,8 +444,12 @@ def _adaptive_norm(
             moved = None if bias is None else factor * bias
             shift = moved if shift is None else shift if moved is None else shift + moved
         options = (len(shape), eps, offset, is_rms_norm, y_dtype)
+        plain = (shape, *options[1:], True, True)  # how the same is said to plain eager mode
         if gate is None and residual is not None:
-            return _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
+            results = _in_plain_eager_mode(_ops.add_norm, x, scale, shift, *plain, residual, z_dtype, None, 0.0)
+            if results is NotImplemented:
+                results = _ops.add_norm_operator(x, residual, scale, shift, None, *options, True, 0.0, z_dtype)[:2]
+            return results
         if gate is not None and _gate_is_stage(x, gate, modulation_shape):
             rows = (*(parts or (1,)), *shape)
             gate, scale, shift = (None if t is None else t.reshape(rows) for t in (gate, scale, shift))
@@ -436,7 +457,9 @@ def _adaptive_norm(
         z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
             scale, shift = (None if t is None else t.to(wide) for t in (scale, shift))
-        y = _ops.norm_operator(z, scale, shift, *options)[0]
+        y = _in_plain_eager_mode(_ops.norm, z, scale, shift, *plain)
+        if y is NotImplemented:
+            y = _ops.norm_operator(z, scale, shift, *options)[0]
     else:
         z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
@@ -736,6 +759,11 @@ class DropoutFunction(torch.autograd.Function):
 
 
 # ---- the choice of path ----------------------------------------------------------------------------------------------
+
+
+def _in_plain_eager_mode(call, *arguments):
+    """What _ops.norm or _ops.add_norm returns, or NotImplemented."""
+    return NotImplemented if is_dynamo_compiling() else call(*arguments)
 
 
 def _takes_kernel(x, weight, bias) -> bool:

@@ -185,11 +185,14 @@ def add_inputs(case, device):
 def run_add(case, tensors, grad_y, grad_z, wants=("x", "residual", "weight", "bias")):
     leaves = {name: t.detach().requires_grad_(name in wants) for name, t in tensors.items() if t is not None}
     options = {} if case.parameters else {"normalized_shape": case.shape[-case.normalized_ndim :]}
-    y, z, mask = ADD_OPS[case.op](
-        leaves["x"], leaves.get("residual"), leaves.get("weight"), leaves.get("bias"), 1e-5, dropout_p=case.dropout_p,
-        residual_dtype=case.residual_dtype, return_dropout_mask=True, **options,
+    if case.dropout_p:
+        options |= {"dropout_p": case.dropout_p, "return_dropout_mask": True}
+    y, z, *mask = ADD_OPS[case.op](
+        leaves["x"], leaves.get("residual"), leaves.get("weight"), leaves.get("bias"), 1e-5,
+        residual_dtype=case.residual_dtype, **options,
     )  # fmt: skip
-    # z does not require grad where it is composed and only a parameter does
+    mask = mask[0] if mask else torch.ones_like(z, dtype=torch.bool)
+    assert z.requires_grad == ("x" in wants or ("residual" in wants and "residual" in leaves))
     outputs = [(out, dout) for out, dout in ((y, grad_y), (z, grad_z)) if dout is not None and out.requires_grad]
     asked = [name for name in leaves if name in wants]
     gradients = torch.autograd.grad(
@@ -309,6 +312,87 @@ def test_add_each_input_alone_requires_grad(device, case):
         torch.manual_seed(3)
         y, z = ADD_OPS[case.op](*tensors.values(), 1e-5, dropout_p=case.dropout_p)
     assert same_bits(y, everything["y"]) and same_bits(z, everything["z"]) and y.grad_fn is None
+
+
+def without_node(monkeypatch):
+    """Makes the calls of plain eager mode go through the operator, as others do."""
+    monkeypatch.setattr(_ops, "add_norm", lambda *arguments: NotImplemented)
+
+
+@on_devices("case", FEW_ADDS)
+def test_add_by_operator(device, case, monkeypatch):
+    """the operator has the bits of plain eager mode, results and gradients, of all inputs and of each alone"""
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    for wants in (tuple(tensors), *((name,) for name, t in tensors.items() if t is not None)):
+        torch.manual_seed(3)
+        plain = run_add(case, tensors, grad_y, grad_z, wants=wants)
+        with monkeypatch.context() as patch:
+            without_node(patch)
+            torch.manual_seed(3)
+            found = run_add(case, tensors, grad_y, grad_z, wants=wants)
+        assert found.keys() == plain.keys() and all(same_bits(found[name], plain[name]) for name in found)
+
+
+@on_devices("op,path", [(op, path) for op in OPS for path in ("node", "operator")])
+def test_add_in_the_graph(device, op, path, monkeypatch):
+    """names, edges and hooks of the node; residual_out changed in place is an error, what is not saved may change"""
+    if not _ops.has_stages(device):
+        pytest.skip("composed of PyTorch operations")
+    if path == "operator":
+        without_node(monkeypatch)
+    x, residual = (torch.randn(6, 50, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.randn(50, device=device, requires_grad=True)
+    y, z = ADD_OPS[op](x, residual, weight)
+    assert y.grad_fn is z.grad_fn and y.grad_fn.name() == type(y.grad_fn).__name__ == "FusedAddNormBackward"
+    assert [edge[0] is None for edge in y.grad_fn.next_functions] == [False, False, False, True]
+    seen = []
+    y.grad_fn.register_hook(lambda inputs, outputs: seen.append("after"))
+    handle = z.register_hook(lambda gradient: seen.append("residual_out") or 2 * gradient)
+    ones = torch.ones_like(x)
+    with torch.no_grad():
+        x.zero_(), residual.zero_()
+    gradients = torch.autograd.grad((y, z), (x, residual), (ones, ones), retain_graph=True)
+    assert seen == ["residual_out", "after"] and same_bits(*gradients)
+    handle.remove()
+    of_y = torch.autograd.grad(y, x, ones, retain_graph=True)[0]
+    torch.testing.assert_close(gradients[0], of_y + 2 * ones)
+    z.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    frozen = ADD_OPS[op](x.detach(), None, weight)
+    assert frozen[0].requires_grad and not frozen[1].requires_grad
+    frozen[0].sum().backward()
+    assert weight.grad is not None
+
+
+@on_devices("op,dropout_p", [(op, p) for op in OPS for p in (0.0, 0.3)], devices=("cpu",))
+def test_add_compiled_autograd(device, op, dropout_p):
+    """compiled autograd (backend aot_eager), in one graph: the same gradients"""
+    if not _ops.has_stages(device):
+        pytest.skip("composed of PyTorch operations")
+    case = Add((6, 50), op=op, dtype=bf16, residual=bf16, dropout_p=dropout_p)
+    tensors, grad_y, grad_z = add_inputs(case, device)
+    torch.compiler.reset()
+    for wants in (tuple(tensors), ("x",), ("residual", "bias")):  # one graph each, found again by its key
+        for gradients in ((grad_y, grad_z), (grad_y, None)):
+            torch.manual_seed(3)
+            plain = run_add(case, tensors, *gradients, wants=wants)
+            torch.manual_seed(3)
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+                found = run_add(case, tensors, *gradients, wants=wants)
+            assert found.keys() == plain.keys() and all(same_bits(found[name], plain[name]) for name in found)
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_add_profiler(device, op):
+    """a profile shows the call and its backward"""
+    if not _ops.has_stages(device):
+        pytest.skip("composed of PyTorch operations")
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        ADD_OPS[op](x, None, normalized_shape=8)[0].backward(torch.ones(3, 8))
+    numbers = {event.name: event.sequence_nr for event in profile.events()}
+    assert numbers[f"fused_add_{op}"] == numbers["FusedAddNormBackward"]
 
 
 @on_devices("op", OPS)
