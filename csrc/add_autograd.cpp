@@ -126,7 +126,7 @@ struct AddNormBackward {
 void record_add_norm(Tensor& y, Tensor& z, const Tensor& stats, const Tensor& x, const Tensor& weight,
                      const Tensor& bias, int64_t normalized_ndim, const NormOptions& options, const AddOptions& add,
                      bool is_operator) {
-  const Inputs inputs{x, add.residual, weight, bias};
+  const TensorRefs inputs{x, add.residual, weight, bias};
   const AddNormBackward::Tensors saved{z, weight, stats, add.philox};
   const AddNormBackward backward{
       backward_options(normalized_ndim, bias, options),

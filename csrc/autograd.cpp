@@ -34,7 +34,7 @@ bool is_within(DispatchKeySet keys, DispatchKeySet allowed) { return (keys.raw_r
 
 }  // namespace
 
-bool takes_kernel(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+bool takes_kernel(TensorRefs tensors) {
   if (!is_within(c10::impl::tls_local_dispatch_key_set().included_, kPlainCall)) return false;
   for (const Tensor& tensor : tensors)
     if (tensor.defined() && !is_within(tensor.key_set(), plain_tensor)) return false;
@@ -54,14 +54,14 @@ constexpr DispatchKeySet kTransforms({DispatchKey::FuncTorchBatched, DispatchKey
 
 }  // namespace
 
-bool is_in_transform(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+bool is_in_transform(TensorRefs tensors) {
   if (c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms)) return true;
   for (const Tensor& tensor : tensors)
     if (tensor.defined() && tensor.key_set().has_any(kTransforms)) return true;
   return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
-void check_no_tangents(const char* name, std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+void check_no_tangents(const char* name, TensorRefs tensors) {
   for (const Tensor& tensor : tensors)
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), name,
                                 " has no forward-mode derivative; the functions of fused_layernorm have one");

@@ -12,10 +12,12 @@
 
 namespace fused_layernorm {
 
+using TensorRefs = std::initializer_list<std::reference_wrapper<const at::Tensor>>;
+
 // Whether the kernels may run on these tensors, or the call must be made of PyTorch operations: in a torch.func
 // transform, under a dispatch mode or a tracer, while forward-mode AD is on, or where a tensor is anything but memory
 // on a device with kernels. Undefined tensors do not matter.
-bool takes_kernel(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors);
+bool takes_kernel(TensorRefs tensors);
 
 // From now on, CUDA tensors do not (FUSED_LAYERNORM_BACKEND=cpu).
 void take_no_cuda_tensors();
@@ -50,10 +52,10 @@ AddNormResult add_norm_by_operator(const at::Tensor& x, const OptionalTensor& re
                                    std::optional<at::ScalarType> residual_dtype);
 
 // Whether torch.func or forward-mode AD is at work, for which the operators have no rules.
-bool is_in_transform(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors);
+bool is_in_transform(TensorRefs tensors);
 
 // An error where a tensor has a tangent, which the operators would lose.
-void check_no_tangents(const char* name, std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors);
+void check_no_tangents(const char* name, TensorRefs tensors);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {

@@ -141,9 +141,7 @@ struct FusedBackward final : torch::autograd::Node {
   }
 };
 
-using Inputs = std::initializer_list<std::reference_wrapper<const at::Tensor>>;
-
-inline bool wants_gradients(Inputs inputs) {
+inline bool wants_gradients(TensorRefs inputs) {
   if (!c10::GradMode::is_enabled()) return false;
   for (const at::Tensor& input : inputs)
     if (input.defined() && input.requires_grad()) return true;
@@ -152,7 +150,7 @@ inline bool wants_gradients(Inputs inputs) {
 
 // Makes `results` those of a node with an edge to each of `inputs`. What is saved may be one of them.
 template <class Backward>
-void record(std::initializer_list<std::reference_wrapper<at::Tensor>> results, Inputs inputs,
+void record(std::initializer_list<std::reference_wrapper<at::Tensor>> results, TensorRefs inputs,
             const typename Backward::Tensors& saved, const Backward& backward) {
   auto* node = new FusedBackward<Backward>;
   const auto owner = own<torch::autograd::Node>(node);

@@ -104,12 +104,6 @@ __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& st
   return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
 }
 
-// What the sums of a row are multiplied by.
-template <typename T>
-T inverse_for_sums(const NormBackwardParams& params) {
-  return static_cast<T>(1.0 / static_cast<double>(params.hidden_size));
-}
-
 // A scalar to a tensor whose dtype is known at run time only.
 template <typename T>
 __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t index, T value) {

@@ -71,7 +71,4 @@ cudaError_t launch_eights(Kernel kernel, const NormForwardParams& params, cudaSt
   return launch_vecs(8, kEightsBlocks, kernel, params.rows, params.hidden_size, stream, params, arguments...);
 }
 
-// norm_after.cu; over the y that the norm has written
-cudaError_t launch_after_norm(const NormForwardParams& norm, const AfterNorm& after, cudaStream_t stream);
-
 }  // namespace fused_layernorm

@@ -205,7 +205,7 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
 // 512 0.936 / 0.964 became 0.803 / 0.843, 1024 0.945 / 0.915 0.864 / 0.906) and with ragged rows (769 0.893 0.731),
 // which a prototype that ran this kernel alone did not show; bf16 was within 0.01 of what it was.
 template <typename scalar_t, typename Plan>
-constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Plan::kOneBehind && Plan::kVec == 4;
+constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Plan::kOneBehind && Plan::kVec * sizeof(scalar_t) == 16;
 // Bytes between the turns in which a block looks how far it is ahead of the others, about; how many half turns it may
 // be, and how often and after how long it looks again before it goes on unpaced. Unpaced and a slack of 0.5, 1, 1.5, 2,
 // 4 turns, RMSNorm fp32: N = 4096 0.916, 0.922, 0.971, 0.968, 0.959, 0.931; 16384 0.945, 0.934, 0.962, 0.961, 0.957,

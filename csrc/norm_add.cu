@@ -97,7 +97,7 @@ cudaError_t launch_add(const NormForwardParams& params, cudaStream_t stream) {
     OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
     if (blocks > kEagerBlocks) launch.config.numAttrs = 0;
     return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Add<x_t>>, params,
-                              static_cast<float>(1.0 / static_cast<double>(params.hidden_size)), add_to);
+                              inverse_of<float>(params.hidden_size), add_to);
   });
 }
 

@@ -1,4 +1,4 @@
-// Between the launchers of the plain norms and those of norms with an add stage.
+// Between the launchers of the plain norms and those of what is fused with them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,6 +24,9 @@ int64_t add_forward_workspace(const NormForwardParams& params);
 cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t stream);
 // From the gradient of the norm alone, contiguous and of params.x_dtype.
 cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream);
+
+// norm_after.cu; over the y that the norm has written
+cudaError_t launch_after_norm(const NormForwardParams& norm, const AfterNorm& after, cudaStream_t stream);
 
 // norm_add_backward.cu
 int64_t add_backward_workspace(const NormBackwardParams& params);

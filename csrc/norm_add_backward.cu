@@ -97,7 +97,7 @@ cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t s
                                    stream);
     const cudaError_t error =
         cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, x_t, Plan, AddGrad<x_t>>, params,
-                           inverse_for_sums<float>(params), launch.depth, add_to);
+                           inverse_of<float>(params.hidden_size), launch.depth, add_to);
     if (error != cudaSuccess || !(params.grad_weight || params.grad_bias)) return error;
     return launch_backward_finalize(params, launch.running, stream);
   });

@@ -3,6 +3,7 @@
 #include "activation.cuh"
 #include "add_rows.cuh"
 #include "elementwise.cuh"
+#include "norm_add.cuh"
 #include "norm_params.h"
 #include "vector_io.cuh"
 

@@ -359,7 +359,7 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     using weight_t = typename decltype(types)::weight_t;
     using acc_t = acc_type<scalar_t>;
     using Plan = decltype(plan);
-    const acc_t inverse_n = inverse_for_sums<acc_t>(params);
+    const acc_t inverse_n = inverse_of<acc_t>(params.hidden_size);
     if constexpr (sizeof(scalar_t) < 8) {
       if (launch.fused) {
         const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,

@@ -47,7 +47,7 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
       using Plan = decltype(plan);
       constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
       const int64_t blocks = (params.rows + kRows - 1) / kRows;
-      const auto inverse_n = static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size));
+      const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
       if constexpr (kMayBeEager<scalar_t, Plan>) {
         if (blocks <= kEagerBlocks) {
           const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);

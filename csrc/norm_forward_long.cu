@@ -4,8 +4,7 @@
 // registers. Slices of rows stream through a ring in shared memory: a slice is summed when it has arrived, and read
 // again and written as y some rows later, by when the sums of the other blocks have come. So x is read from memory
 // once, and nobody waits for an exchange. Clusters claim the next row when they have room for it: memory is read and
-// written almost in order, and they end together (a copy by persistent blocks, H200: rows dealt out in turn 0.91 of the
-// driver's copy, claimed 0.95, as by blocks that begin in order).
+// written almost in order, and they end together (benchmarks/README.md, "Persistent blocks drift apart").
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
@@ -347,8 +346,7 @@ cudaError_t launch_plan(const NormForwardParams& params, int device, const Devic
     if (error != cudaSuccess) return error;
   }
   const ClusterLaunch launch(std::min<int64_t>(params.rows, clusters) * cluster, kThreads, kBytes, cluster, stream);
-  return cudaLaunchKernelEx(&launch.config, kernel, params,
-                            static_cast<float>(1.0 / static_cast<double>(params.hidden_size)), next_row);
+  return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_of<float>(params.hidden_size), next_row);
 }
 
 }  // namespace

@@ -453,7 +453,7 @@ cudaError_t launch_forward_huge(const NormForwardParams& params, cudaStream_t st
     using weight_t = typename decltype(types)::weight_t;
     using Plan = typename decltype(plan)::Forward;
     const Slices slices = slices_of<Plan>(params.hidden_size);
-    const auto inverse_n = static_cast<acc_type<scalar_t>>(1.0 / static_cast<double>(params.hidden_size));
+    const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(params.rows * slices.count)), dim3(Plan::kThreads),
                                   stream);
     cudaError_t error = cudaLaunchKernelEx(&launch.config, norm_huge_moments_kernel<scalar_t, Plan>, params, slices);
@@ -496,7 +496,7 @@ cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t 
     using acc_t = acc_type<scalar_t>;
     using Sums = typename decltype(plan)::Sums;
     using Gradients = typename decltype(plan)::Gradients;
-    const auto inverse_n = inverse_for_sums<acc_t>(params);
+    const auto inverse_n = inverse_of<acc_t>(params.hidden_size);
     NormBackwardParams rest = params;  // its workspace: the partial sums
     rest.workspace = static_cast<char*>(params.workspace) + launch.sums_bytes;
     acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;

@@ -24,6 +24,12 @@ enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
 constexpr int dtype_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 constexpr DType accumulation_dtype(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
+// What makes a mean of a row's sum.
+template <typename T>
+T inverse_of(int64_t hidden_size) {
+  return static_cast<T>(1.0 / static_cast<double>(hidden_size));
+}
+
 // Where each row of a tensor starts, in elements. Rows come in groups of `rows_per_group` that lie `row_stride`
 // apart; groups lie `group_stride` apart. That covers a matrix with padded rows (one group) and a slice of a fused
 // QKV projection, whose heads are adjacent while its tokens are far apart (one group a token). Strides may be 0.

@@ -1,9 +1,8 @@
 // Keeps persistent blocks together, so that memory is read and written almost in order and all blocks end together.
 //
-// SMs do not get equal shares of the memory's bandwidth: of blocks that walk over equally many rows the quickest were
-// done 60 us before the slowest, of 140 (a copy, H200), and by that at 0.91 of the driver's copy. Now and then a block
-// compares its turns with the mean of all and waits while it is too far ahead: 0.966. Which rows a block has does not
-// change, so neither do results.
+// SMs do not get equal shares of the memory's bandwidth (benchmarks/README.md has figures). Now and then a block
+// compares its turns with the mean of all and waits while it is too far ahead. Which rows a block has does not change,
+// so neither do results.
 #pragma once
 
 #include "launch_plan.h"

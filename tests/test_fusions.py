@@ -374,7 +374,7 @@ def test_add_compiled_autograd(device, op, dropout_p):
     tensors, grad_y, grad_z = add_inputs(case, device)
     torch.compiler.reset()
     for wants in (tuple(tensors), ("x",), ("residual", "bias")):  # one graph each, found again by its key
-        for gradients in ((grad_y, grad_z), (grad_y, None)):
+        for gradients in ((grad_y, grad_z), (grad_y, None), (None, grad_z)):
             torch.manual_seed(3)
             plain = run_add(case, tensors, *gradients, wants=wants)
             torch.manual_seed(3)
