@@ -184,21 +184,21 @@ extension, backend, reason, build_info, problem = _load(
 _KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]
 
 
-def _not_implemented(*arguments):
+def not_implemented(*arguments):
     return NotImplemented
 
 
 # Bound directly: a Python wrapper would cost host time on every call.
 if extension:
     norm, takes_kernel = extension.norm, extension.takes_kernel
-    add_norm = getattr(extension, "add_norm", _not_implemented)  # an older build has none
+    add_norm = getattr(extension, "add_norm", not_implemented)  # an older build has none
     norm_forward, norm_backward = extension.norm_forward, extension.norm_backward
     set_differentiable_backward = extension.set_differentiable_backward
     if "cuda" not in _KERNEL_DEVICES:
         extension.take_no_cuda_tensors()
 else:
     norm_forward = norm_backward = None
-    norm = add_norm = _not_implemented
+    norm = add_norm = not_implemented
 
     def takes_kernel(x, weight, bias) -> bool:
         return False
