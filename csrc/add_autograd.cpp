@@ -11,16 +11,6 @@ namespace {
 
 using at::Tensor;
 
-AddNormResult call_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, const OptionalTensor& philox, int64_t normalized_ndim,
-                                    double eps, double weight_offset, bool is_rms_norm,
-                                    std::optional<at::ScalarType> out_dtype, bool stats_grad, double dropout_p,
-                                    std::optional<at::ScalarType> residual_dtype) {
-  static const auto handle = find_operator<decltype(call_add_norm_forward)>("fused_layernorm::add_norm_forward");
-  return handle.call(x, residual, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype,
-                     stats_grad, dropout_p, residual_dtype);
-}
-
 AddNormGradients call_add_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_residual_out,
                                         const Tensor& z, const OptionalTensor& weight, const Tensor& stats,
                                         const OptionalTensor& philox, int64_t normalized_ndim, double weight_offset,
@@ -164,10 +154,11 @@ AddNormResult add_norm_by_operator(const Tensor& x, const OptionalTensor& given_
   const Tensor weight = given_weight.value_or(Tensor()), bias = given_bias.value_or(Tensor());
   const AddOptions add{given_residual.value_or(Tensor()), residual_dtype, philox.value_or(Tensor()), dropout_p};
   check_no_tangents("torch.ops.fused_layernorm.add_norm_forward", {x, add.residual, weight, bias});
+  static const auto forward = find_operator<decltype(add_norm_by_operator)>("fused_layernorm::add_norm_forward");
   auto [y, z, stats] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_add_norm_forward(x, given_residual, given_weight, given_bias, philox, normalized_ndim, eps,
-                                 weight_offset, is_rms_norm, out_dtype, stats_grad, dropout_p, residual_dtype);
+    return forward.call(x, given_residual, given_weight, given_bias, philox, normalized_ndim, eps, weight_offset,
+                        is_rms_norm, out_dtype, stats_grad, dropout_p, residual_dtype);
   }();
   if (wants_gradients({x, add.residual, weight, bias}))
     record_add_norm(y, z, stats, x, weight, bias, normalized_ndim,

@@ -69,13 +69,6 @@ void check_no_tangents(const char* name, TensorRefs tensors) {
 
 namespace {
 
-NormOperatorResult call_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                                     int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
-                                     std::optional<at::ScalarType> out_dtype, bool stats_grad) {
-  static const auto handle = find_operator<decltype(call_norm_forward)>("fused_layernorm::norm_forward");
-  return handle.call(x, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, stats_grad);
-}
-
 NormOperatorGradients call_norm_backward(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
                                          const Tensor& stats, int64_t normalized_ndim, double weight_offset,
                                          bool is_rms_norm, bool wants_x, bool wants_weight,
@@ -172,10 +165,11 @@ NormOperatorResult norm_by_operator(const Tensor& x, const OptionalTensor& given
                                     bool stats_grad) {
   const Tensor weight = given_weight.value_or(Tensor()), bias = given_bias.value_or(Tensor());
   check_no_tangents("torch.ops.fused_layernorm.norm_forward", {x, weight, bias});
+  static const auto forward = find_operator<decltype(norm_by_operator)>("fused_layernorm::norm_forward");
   auto [y, stats] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_norm_forward(x, given_weight, given_bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype,
-                             stats_grad);
+    return forward.call(x, given_weight, given_bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype,
+                        stats_grad);
   }();
   if (wants_gradients({x, weight, bias}))
     record_norm(y, stats, x, weight, bias, normalized_ndim,

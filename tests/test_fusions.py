@@ -332,6 +332,17 @@ def test_add_by_operator(device, case, monkeypatch):
             torch.manual_seed(3)
             found = run_add(case, tensors, grad_y, grad_z, wants=wants)
         assert found.keys() == plain.keys() and all(same_bits(found[name], plain[name]) for name in found)
+        check_add(case, tensors, grad_y, grad_z, plain)
+
+
+@on_devices("case", [case for case in FEW_ADDS if not case.dropout_p])
+def test_mask_without_dropout(device, case):
+    """return_dropout_mask where nothing is dropped: all True, and the same y and z"""
+    tensors, *_ = add_inputs(case, device)
+    y, z, mask = ADD_OPS[case.op](*tensors.values(), 1e-5, return_dropout_mask=True)
+    assert mask.dtype == torch.bool and mask.shape == y.shape and mask.all()
+    found = ADD_OPS[case.op](*tensors.values(), 1e-5)
+    assert same_bits(found[0], y) and same_bits(found[1], z)
 
 
 @on_devices("op,path", [(op, path) for op in OPS for path in ("node", "operator")])
@@ -382,6 +393,7 @@ def test_add_compiled_autograd(device, op, dropout_p):
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
                 found = run_add(case, tensors, *gradients, wants=wants)
             assert found.keys() == plain.keys() and all(same_bits(found[name], plain[name]) for name in found)
+            check_add(case, tensors, *gradients, plain)
 
 
 @on_devices("op", OPS, devices=("cpu",))
