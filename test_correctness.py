@@ -1145,6 +1145,29 @@ def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
         assert same_bits(everything[name][-1:], last[name]), f"{name}, last row of {case.rows}"
 
 
+@on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (64, 1024, 4096)])
+def test_options_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """weight_offset, out_dtype, no weight: the same bits in few rows, which have kernels of their own, and in many"""
+    if not uses_kernels(device):
+        pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
+    rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
+    inputs = make_inputs(Case((rows, hidden_size), op=op, dtype=dtype), device)
+    for weight, options in (
+        (inputs.weight, {"weight_offset": 1.0}),
+        (inputs.weight, {"out_dtype": fp32}),
+        (inputs.weight, {"out_dtype": fp32, "weight_offset": -0.5}),
+        (None, {}),
+    ):
+        found = []
+        for part in (slice(0, 3), slice(0, rows)):
+            x = inputs.x[part].detach().requires_grad_()
+            y = OPS[op](x, weight, inputs.bias, 1e-5, **options)
+            (grad,) = torch.autograd.grad(y, x, inputs.grad_output[part].to(y.dtype))
+            found.append((y[:3], grad[:3]))
+        for few, many in zip(*found, strict=True):
+            assert same_bits(few, many), options
+
+
 # ---- options and surroundings --------------------------------------------------------------------------------------
 
 

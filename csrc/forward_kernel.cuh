@@ -116,17 +116,17 @@ struct Stage {
   }
 };
 
-// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `own`
+// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `col`
 // of the row; `gate`: what it is multiplied by, or nullptr. Every load is under way before the first is used (gate's
 // lie in the cache), and z is written when it is made.
-template <typename Plan, typename x_t, typename scalar_t>
+template <typename Held, typename Plan, typename x_t, typename scalar_t>
 __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
-                                         const x_t* x, const x_t* gate, int64_t row, int hidden_size, int own) {
+                                         const x_t* x, const x_t* gate, int64_t row, int hidden_size, int col,
+                                         const Held& held) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Plan::kThreads * kVec;
-  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + own;
-  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + own;
-  const Places<Plan, false> held(hidden_size, own);
+  constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Held::kStep;
+  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + col;
+  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + col;
   const auto is_there = [&](int v, auto whole) { return whole || held.count(v) > 0; };
   RawVec<x_t, kVec> x_raw[kVecs];
   held.for_each([&](int v, auto whole) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   const auto sum = [&](int v, auto drop) {
     acc_t from_x[kVec], values[kVec];
     unpack(x_raw[v], from_x);
-    drop(from_x, own + v * kStep);
+    drop(from_x, col + v * kStep);
     unpack(z[v], values);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
@@ -203,16 +203,19 @@ struct AfterRow {
     if (drops) dropout.apply(values, col);
   }
 };
+
 // kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
-// used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3).
-//
+// used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3). It is for plain calls.
+template <typename scalar_t, bool kEager>
+using ForwardParams = std::conditional_t<kEager, PlainForwardParams<scalar_t>, NormForwardParams>;
+
 // AddTo: NoAdd, or an Add, with which weight may also be fp32 whatever weight_t.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename AddTo>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
                                          : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
                                                                        kAdds<AddTo>))
-    norm_forward_kernel(const __grid_constant__ NormForwardParams params, acc_type<scalar_t> inverse_n,
+    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager> params, acc_type<scalar_t> inverse_n,
                         const __grid_constant__ AddTo add_to) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<AddTo, scalar_t>;
@@ -227,7 +230,10 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
 
   constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
-  using Held = Places<Plan, kRagged>;
+  // Threads side by side, of the row or of one warp, which then has a slice of it
+  constexpr int kSpan = kByWarps<Plan> ? 32 : kThreads;
+  constexpr int kStep = kSpan * kVec;
+  using Held = Places<Plan, kRagged, kSpan>;
 
   // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
   // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
@@ -235,18 +241,18 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
 
   static_assert(!kAdds<AddTo> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
-  // Which row, and which slice of it: the blocks of a cluster share a row
+  // Which row, and which slice of it: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
   if (row >= params.rows) return;
   if (blocks > 1) cluster_arrive();
   const int hidden_size = static_cast<int>(params.hidden_size);
   const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
-  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : 0;
-  const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size;  // may be 0 or less
+  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : kByWarps<Plan> ? Row::warp() * kVecs * kStep : 0;
+  const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size - slice_col;  // perhaps < 0
   const int rank = Row::rank();
-  const int own = rank * kVec;  // where this thread's first vector begins
-  constexpr int kTile = kThreads * kVecs * kVec;
+  const int own = rank % kSpan * kVec;  // where this thread's first vector begins
+  constexpr int kTile = kVecs * kStep;
   const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
   const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
 
@@ -268,7 +274,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       const Held held(elements, own);
       if (given) {
         held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec>(first + v * kThreads * kVec);
+          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec>(first + v * kStep);
         });
       } else {
 #pragma unroll
@@ -285,8 +291,9 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kAdds<AddTo>) {
-      const x_t* gate = static_cast<const x_t*>(add_to.gate) + segment_of(params, row) * add_to.gate_stride + own;
-      load_sum<Plan>(raw, add_to, x + own, gate, row, elements, own);
+      const int col = slice_col + own;
+      const x_t* gate = static_cast<const x_t*>(add_to.gate) + segment_of(params, row) * add_to.gate_stride + col;
+      load_sum<Held, Plan>(raw, add_to, x + own, gate, row, hidden_size, col, Held(elements, own));
     } else {
       const int left = elements - tile;
       const scalar_t* first = x + tile + own;
@@ -297,7 +304,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       }
       const Held held(left, own);
       held.for_each([&](int v, auto whole) {
-        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
+        const int skip = held.index(v) * kStep, count = left - own - skip;
         if (!whole && count <= 0) return;
         if constexpr (kStaged) {
           raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
@@ -318,12 +325,12 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
     const Held held(left, own);
     // How many of the first `vecs` vectors' elements `lanes` threads from this thread's or warp's first on hold
     const auto held_of = [&](int vecs, int first, int lanes) {
-      const int full = min(max(left, 0) / (kThreads * kVec), vecs);
-      const int rest = full == vecs ? 0 : min(max(left - full * kThreads * kVec - first * kVec, 0), lanes * kVec);
+      const int full = min(max(left, 0) / kStep, vecs);
+      const int rest = full == vecs ? 0 : min(max(left - full * kStep - first * kVec, 0), lanes * kVec);
       return full * lanes * kVec + rest;
     };
-    const int warp_first = rank - rank % Row::kLanes;
-    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank, 1)), 0, 0, 0};
+    const int warp_first = rank % kSpan / Row::kLanes * Row::kLanes;
+    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank % kSpan, 1)), 0, 0, 0};
     if (!params.is_rms_norm) {
       acc_t sum = 0;
       const auto sample = [&](int v) {  // what is not there is 0
@@ -341,7 +348,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       } else {
 #pragma unroll
         for (int v = 0; v < kSample; ++v)
-          if (kRagged || v * kThreads * kVec + own < left) sample(v);
+          if (kRagged || v * kStep + own < left) sample(v);
       }
       sum = Row::warp_sum(sum);
       unpack(raw[0], values);
@@ -413,7 +420,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
       }
       held.for_each([&](int v, auto whole) {
-        const int skip = held.index(v) * kThreads * kVec, count = left - own - skip;
+        const int skip = held.index(v) * kStep, count = left - own - skip;
         if (!whole && count <= 0) return;
         const int has = whole || kWhole ? kVec : min(count, kVec);
         acc_t scale[kVec], offset[kVec];
@@ -424,7 +431,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
           unpack(weight_vec(weight + tile + skip, has), scale);
           unpack(bias_vec(bias + tile + skip, has), offset);
         }
-        if (!plain) {
+        if (kEager ? weight_offset != 0 : !plain) {
 #pragma unroll
           for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
         }
@@ -432,7 +439,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
         if constexpr (kAdds<AddTo>) {
-          if (add_to.after.is_there()) after.apply(values, own + skip);
+          if (add_to.after.is_there()) after.apply(values, slice_col + own + skip);
         }
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
@@ -448,18 +455,20 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
       // An add stage leaves time for an addition of 0, and halves its code by it
-      if (!kAdds<AddTo> && same_dtype && weight_offset == 0) {
+      if (kEager || (!kAdds<AddTo> && same_dtype && weight_offset == 0)) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
       }
     };
-    if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
-      store_by(static_cast<const float*>(params.weight) + parameter_at(),
-               static_cast<const float*>(params.bias) + parameter_at());
-    } else {
-      store_by(weight, bias);
+    if constexpr (kAdds<AddTo> && sizeof(weight_t) == 2) {
+      if (params.weight_dtype == DType::kFloat32) {
+        store_by(static_cast<const float*>(params.weight) + parameter_at(),
+                 static_cast<const float*>(params.bias) + parameter_at());
+        continue;
+      }
     }
+    store_by(weight, bias);
   }
 }
 

@@ -122,12 +122,47 @@ __device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / 
 __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
+// What most calls ask for and no more, by the names of NormForwardParams: one weight for all rows, y of x's dtype. Few
+// bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.2 us of 1.5).
+template <typename scalar_t>
+struct PlainForwardParams {
+  const void *x, *weight, *bias;
+  void* y;
+  RowStrides x_strides;
+  int rows, hidden_size;
+  float eps, weight_offset;
+  void *rstd, *mean, *mean_tail;
+  bool is_rms_norm;
+  static constexpr DType y_dtype = dtype_of<scalar_t>;
+  static constexpr int segments = 1;
+  static constexpr int64_t weight_stride = 0;
+
+  static bool holds(const NormForwardParams& params) { return params.segments <= 1 && params.y_dtype == y_dtype; }
+  explicit PlainForwardParams(const NormForwardParams& params)
+      : x(params.x),
+        weight(params.weight),
+        bias(params.bias),
+        y(params.y),
+        x_strides(params.x_strides),
+        rows(static_cast<int>(params.rows)),
+        hidden_size(static_cast<int>(params.hidden_size)),
+        eps(static_cast<float>(params.eps)),
+        weight_offset(static_cast<float>(params.weight_offset)),
+        rstd(params.rstd),
+        mean(params.mean),
+        mean_tail(params.mean_tail),
+        is_rms_norm(params.is_rms_norm) {}
+};
+
 // The segment of a row, and where its weight and bias begin.
-__device__ __forceinline__ unsigned segment_of(const NormForwardParams& params, int64_t row) {
+template <typename Params>
+__device__ __forceinline__ unsigned segment_of(const Params& params, int64_t row) {
   if (params.segments <= 1) return 0;
-  return static_cast<unsigned>(row) / (static_cast<unsigned>(params.rows) / static_cast<unsigned>(params.segments));
+  const unsigned rows = static_cast<unsigned>(params.rows) / static_cast<unsigned>(params.segments);
+  return static_cast<unsigned>(row) / rows;
 }
-__device__ __forceinline__ int64_t parameters_of(const NormForwardParams& params, int64_t row) {
+template <typename Params>
+__device__ __forceinline__ int64_t parameters_of(const Params& params, int64_t row) {
   return segment_of(params, row) * params.weight_stride;
 }
 
@@ -140,9 +175,9 @@ struct RowNorm {
 };
 
 // From the moments of a whole row. `saves`: this thread writes down the statistics, where they are wanted.
-template <typename T>
-__device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inverse_n, const NormForwardParams& params,
-                                                 int64_t row, bool saves) {
+template <typename T, typename Params>
+__device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inverse_n, const Params& params, int64_t row,
+                                                 bool saves) {
   const T delta = params.is_rms_norm ? T(0) : part.c * inverse_n;
   const T mean = part.m + delta;
   const T mean_tail = (part.m - mean) + delta;

@@ -95,7 +95,7 @@ cudaError_t launch_add(const NormForwardParams& params, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>((params.rows + kRows - 1) / kRows);
     // Only a launch of few blocks gains by overlap
     OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
-    if (blocks > kEagerBlocks) launch.config.numAttrs = 0;
+    if (blocks > kEagerBlocks<Plan>) launch.config.numAttrs = 0;
     return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Add<x_t>>, params,
                               inverse_of<float>(params.hidden_size), add_to);
   });

@@ -30,36 +30,57 @@ struct BackwardLaunch {
   int64_t row_blocks;  // split: blocks of rows
   int column_lanes;    // split: threads side by side along a row, in a block of columns
   int column_tiles;    // split: blocks of columns along a row
-  int partials;        // partial sums of the weight gradients to be finalized, of all segments; 0: written directly
+  int column_splits;   // split: blocks of columns along the rows, for so many rows each:
+  int64_t split_rows;
+  int slice;     // split: columns of a slice of a row
+  int partials;  // partial sums of the weight gradients to be finalized, of all segments; 0: written directly
 };
 
 // ---- split ---------------------------------------------------------------------------------------------------------
 
 // grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
-// the row in a cluster of `slices` blocks, as many times the threads do what these would.
+// the row in a cluster of blocks, as many times the threads do what these would.
 template <typename scalar_t, typename weight_t, typename Plan>
-__device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row, int slices,
-                                                acc_type<scalar_t> inverse_n, Pair<acc_type<scalar_t>>* scratch) {
+__device__ __forceinline__ void backward_of_row(const NormBackwardParams& params, int64_t row,
+                                                const BackwardLaunch& launch, acc_type<scalar_t> inverse_n,
+                                                Pair<acc_type<scalar_t>>* scratch) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
   using Row = RowThreads<kSplitRowThreads<Plan>, kSplitThreads<Plan> / kSplitRowThreads<Plan>>;
-  const int64_t most = (vecs_of<kVec>(params.hidden_size) + slices - 1) / slices * kVec;
-  const int64_t first_col = Row::rank() / kThreads * most;
+  const int64_t first_col = Row::rank() / kThreads * launch.slice;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
   const scalar_t* grad_row =
       static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
   const int own = Row::rank() % kThreads * kVec;
-  const int elements = static_cast<int>(min(most, params.hidden_size - first_col));  // may be 0 or less
-  const int last_tile = slices > 1 ? 0 : (elements - 1) / kTile * kTile;
+  const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be 0 or less
+  const int last_tile = launch.cluster > 1 ? 0 : (elements - 1) / kTile * kTile;
   const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
 
+  // weight, too, on its way with the first loads, where there are registers for it
+  constexpr bool kKeepsWeight = kVec * sizeof(weight_t) >= 16 && kVecs * kVec * sizeof(weight_t) <= 64;
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
+  RawVec<weight_t, kVec> weight_raw[kKeepsWeight ? kVecs : 1];
   const auto load = [&](int tile) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
       x_raw[v] = load_some<scalar_t, kVec>(x_row + col, elements - col);
       grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, elements - col);
+      if constexpr (kKeepsWeight) {
+        const weight_t* weight = static_cast<const weight_t*>(params.weight) + first_col + col;
+        weight_raw[v] = params.weight ? load_some<weight_t, kVec>(weight, elements - col) : one_vec<weight_t, kVec>();
+      }
+    }
+  };
+  const auto weight_of = [&](acc_t(&weight)[kVec], int v, int col) {
+    if constexpr (kKeepsWeight) {
+      unpack(weight_raw[v], weight);
+      if (params.weight && params.weight_offset != 0) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
+      }
+    } else {
+      load_weight<weight_t>(weight, params, first_col + col, elements - col);
     }
   };
   Pair<acc_t> sums{0, 0};
@@ -73,7 +94,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
       if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, first_col + col, elements - col);
+      weight_of(weight, v, col);
       add_to_row(sums, stats, x, grad, weight);
     }
   }
@@ -100,7 +121,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
       if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
-      load_weight<weight_t>(weight, params, first_col + col, elements - col);
+      weight_of(weight, v, col);
       acc_t values[kVec];
       grad_input_of(values, stats, row_terms, x, grad, weight);
       store_some(grad_input + col, values, elements - col);
@@ -108,20 +129,22 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
   }
 }
 
-// The weight gradients of `lanes` vectors of columns, over rows first_row, first_row + row_step, ... Threads lie
-// `lanes` along a row and kBlock/lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec sums.
+// The weight gradients of `column_lanes` vectors of columns over some of the rows. Threads lie column_lanes, a power of
+// two, along a row and kBlock / column_lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec
+// sums.
 template <typename scalar_t, int kVec, int kBlock>
-__device__ __forceinline__ void backward_of_columns(const NormBackwardParams& params, int tile, int split, int splits,
-                                                    int lanes, acc_type<scalar_t>* scratch) {
+__device__ __forceinline__ void backward_of_columns(const NormBackwardParams& params, const BackwardLaunch& launch,
+                                                    acc_type<scalar_t>* scratch) {
   using acc_t = acc_type<scalar_t>;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  const int row_lane = static_cast<int>(threadIdx.x) / lanes;
-  const int row_lanes = kBlock / lanes;
+  const int lanes = launch.column_lanes, splits = launch.column_splits, thread = static_cast<int>(threadIdx.x);
+  const int split = splits > 1 ? static_cast<int>(blockIdx.x) / launch.column_tiles : 0;
+  const int tile = static_cast<int>(blockIdx.x) - split * launch.column_tiles;
+  const int lane_bits = __ffs(lanes) - 1;  // no divisions before the loads
+  const int lane = thread & (lanes - 1), row_lane = thread >> lane_bits, row_lanes = kBlock >> lane_bits;
   const int64_t col = (static_cast<int64_t>(tile) * lanes + lane) * kVec;
   const int count = static_cast<int>(max(min(params.hidden_size - col, int64_t{kVec}), int64_t{0}));
-  const int64_t rows_per_split = (params.rows + splits - 1) / splits;
-  const int64_t first_row = split * rows_per_split;
-  const int64_t end_row = min(first_row + rows_per_split, params.rows);
+  const int64_t first_row = split * launch.split_rows;
+  const int64_t end_row = min(first_row + launch.split_rows, params.rows);
 
   acc_t grad_weight[kVec] = {}, grad_bias[kVec] = {};
   if (count > 0) {
@@ -147,10 +170,10 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
       grad_bias[i] += __shfl_xor_sync(0xffffffffu, grad_bias[i], offset);
     }
   const int columns = lanes * kVec;
-  const int group_threads = max(lanes, 32);
-  const int groups = kBlock / group_threads;
-  if (static_cast<int>(threadIdx.x) % group_threads < lanes) {
-    acc_t* sums = scratch + static_cast<int>(threadIdx.x) / group_threads * 2 * columns + lane * kVec;
+  const int group_bits = max(lane_bits, 5);
+  const int groups = kBlock >> group_bits;
+  if ((thread & ((1 << group_bits) - 1)) < lanes) {
+    acc_t* sums = scratch + (thread >> group_bits) * 2 * columns + lane * kVec;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       sums[i] = grad_weight[i];
@@ -164,6 +187,7 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
     void* gradient = of_weight ? params.grad_weight : params.grad_bias;
     if (!gradient || at >= params.hidden_size) continue;
     acc_t sum = 0;
+#pragma unroll 8
     for (int group = 0; group < groups; ++group) sum += scratch[group * 2 * columns + index];
     if (splits > 1) {
       static_cast<acc_t*>(params.workspace)[(2 * split + !of_weight) * params.hidden_size + at] = sum;
@@ -190,14 +214,11 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
   // Columns first: they take longest, and rows fill the gaps they leave
   const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
   if (block < 0) {
-    const int splits = launch.blocks / launch.column_tiles;
-    backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, blockIdx.x % launch.column_tiles,
-                                                      blockIdx.x / launch.column_tiles, splits, launch.column_lanes,
-                                                      scratch.columns);
+    backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, launch, scratch.columns);
   } else {
     const int64_t row = block * kRows + Row::group();
     if (row >= params.rows) return;
-    backward_of_row<scalar_t, weight_t, Plan>(params, row, launch.cluster, inverse_n, scratch.rows);
+    backward_of_row<scalar_t, weight_t, Plan>(params, row, launch, inverse_n, scratch.rows);
   }
 }
 
@@ -277,6 +298,7 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
   }
   constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
   launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, facts.max_cluster) : 1;
+  launch.slice = static_cast<int>((vec_count + launch.cluster - 1) / launch.cluster * Plan::kVec);
   if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
   if (wants_columns) {
     launch.column_lanes = kSplitThreads<Plan>;
@@ -287,6 +309,8 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
         static_cast<int64_t>(kSplitThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
     const int64_t splits =
         std::clamp<int64_t>(kColumnBlocks / launch.column_tiles, 1, (params.rows + rows_at_least - 1) / rows_at_least);
+    launch.column_splits = static_cast<int>(splits);
+    launch.split_rows = (params.rows + splits - 1) / splits;
     launch.blocks = static_cast<int>(launch.column_tiles * splits);
     launch.partials = splits > 1 ? static_cast<int>(splits) : 0;
   }

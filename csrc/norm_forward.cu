@@ -49,10 +49,11 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
       const int64_t blocks = (params.rows + kRows - 1) / kRows;
       const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
       if constexpr (kMayBeEager<scalar_t, Plan>) {
-        if (blocks <= kEagerBlocks) {
+        using Plain = PlainForwardParams<scalar_t>;
+        if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
           const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true, NoAdd>, params,
-                                    inverse_n, NoAdd{});
+          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true, NoAdd>,
+                                    Plain(params), inverse_n, NoAdd{});
         }
       }
       const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan, false, NoAdd>;
