@@ -95,10 +95,12 @@ struct RowRing {
     uint4 entries[kMaxDepth][kRows];
     float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][kRows];
     unsigned residuals[kAdds<AddTo> ? kMaxDepth : 1][kRows];
+    uint4 zeros;
   };
 
-  unsigned memory, full, entries, mean_tails, residuals;  // shared addresses: of the first stage and what belongs to it
-  static constexpr unsigned kEmpty = 8 * kMaxDepth;       // from a stage's full barrier to its empty one
+  // Shared addresses: of the first stage and what belongs to it, and of 16 bytes of zeros
+  unsigned memory, full, entries, mean_tails, residuals, zeros;
+  static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a stage's full barrier to its empty one
   int depth, elements, end_row, stage = 0;
   unsigned parity = 0;
 
@@ -109,10 +111,12 @@ struct RowRing {
         entries(shared_address(barriers.entries)),
         mean_tails(shared_address(barriers.mean_tails)),
         residuals(shared_address(barriers.residuals)),
+        zeros(shared_address(&barriers.zeros)),
         depth(depth),
         elements(slice.elements),
         end_row(slice.end_row) {
     if (kBulk && threadIdx.x == 0) {
+      barriers.zeros = {0, 0, 0, 0};
       for (int i = 0; i < kMaxDepth; ++i) {
         init_barrier(full + 8 * i, 1);
         init_barrier(full + kEmpty + 8 * i, kThreads * kRows / 32);
@@ -469,9 +473,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       has_skip = add_to.grad_residual_out;
     }
 
-    // Of whole vectors, where the slice has no v-th for this thread, the row's first with weight 0 takes its place: no
-    // branch is needed and nothing but the row's own values can reach its sums.
-    // Without the copy engine that vector is another thread's to wait for.
+    // Of whole vectors, where the slice has no v-th for this thread, the row's first takes the place of x's, zeros
+    // those of grad_output and weight: no branch is needed, and nothing reaches the sums. (An infinite x, times 0, is
+    // nan, but so is all of its row; an infinite grad_output leaves the sums infinite.) Without the copy engine the
+    // row's first vector is another thread's to wait for.
     const auto read_as = [&](auto type, unsigned at, int v, auto whole) {
       using T = decltype(type);
       if constexpr (kAligned) {
@@ -483,7 +488,9 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       }
     };
     const auto read = [&](unsigned at, int v, auto whole) { return read_as(scalar_t{}, at, v, whole); };
-    const auto read_grad = [&](unsigned at, int v, auto whole) { return read_as(x_t{}, at, v, whole); };
+    const auto read_grad = [&](unsigned at, int v, auto whole) {
+      return read_as(x_t{}, !kAligned || elements_of(v) > 0 ? at : ring.zeros, v, whole);
+    };
     const auto read_skip = [&](unsigned at, int v, auto whole) {
       return kAdds<AddTo> && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
     };

@@ -948,6 +948,13 @@ FOUND = {
         special=(("weight", math.inf, 7),),
         wants=("x",),
     ),
+    # CUDA, where weight gradients are wanted as well: lanes without elements of the row multiplied its first ones by 0.
+    "an infinite gradient in a row of few columns": Fuzzed(
+        Case((1100, 8), op="rms_norm", dtype=fp16),
+        grad_scale=1e-4,
+        special=(("grad_output", math.inf, 3592),),
+        wants=("x",),
+    ),
 }
 
 
