@@ -182,6 +182,7 @@ def cases():
             add((2, hidden_size), dtype=dtype, weight_offset=1.0, out_dtype=fp16, cuda_only=True)
             add((2, hidden_size), dtype=dtype, layout="offset_by_one", grad_layout="columns", cuda_only=True)
     add((3, 262146), dtype=fp64, cuda_only=True)
+    add((3, 262146), dtype=fp64, layout="offset_by_one", grad_layout="offset_by_one", cuda_only=True)
 
     # Weight and bias: each absent, of x's dtype, or fp32 beside a 16-bit x.
     for dtype in (fp16, bf16, fp32, fp64):

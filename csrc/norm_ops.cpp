@@ -203,7 +203,7 @@ struct RowView {
   // CUDA kernels move rows that are made of whole 16 bytes as such, so these must begin at multiples of 16 bytes.
   bool is_in_place(const RowStrides& rows, const Extent& extent) const {
     const int64_t vec = 16 / static_cast<int64_t>(tensor.element_size());
-    return tensor.is_cpu() || tensor.scalar_type() == at::kDouble || extent.hidden_size % vec != 0 ||
+    return tensor.is_cpu() || extent.hidden_size % vec != 0 ||
            (is_aligned16(tensor) && rows.row_stride % vec == 0 && rows.group_stride % vec == 0);
   }
 };
