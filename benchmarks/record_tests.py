@@ -37,6 +37,7 @@ def figures(cases):
 def main(*arguments):
     *reports, folder = map(Path, arguments)
     cases = [case for report in reports for case in ElementTree.parse(report).getroot().iter("testcase")]
+    cases = [case for case in cases if case.get("name")]  # pytest leaves one without, where it was interrupted
     counts = collections.Counter(outcome(case) for case in cases)
     by_file = collections.Counter((case.get("classname"), outcome(case)) for case in cases)
     on_gpu = collections.Counter(outcome(case) for case in cases if "cuda" in case.get("name"))

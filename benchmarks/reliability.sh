@@ -37,7 +37,12 @@ part_fuzz() {
   return $failed
 }
 
-part_sanitizer() { python3 benchmarks/sanitize.py "$out" --seconds "$(limit_or_inf "$LIMIT")"; }
+part_sanitizer() {
+  local failed=0
+  python3 benchmarks/sanitize.py "$out" --seconds "$(limit_or_inf "$LIMIT")" || failed=1
+  (cd "$out" && tar --remove-files -czf sanitizer_logs.tar.gz sanitizer_*.log)
+  return $failed
+}
 
 part_training() {
   # shellcheck disable=SC2086

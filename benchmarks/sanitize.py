@@ -267,7 +267,9 @@ def run_tool(tool, shard, until, folder):
         "clean": done.returncode == 0 and bool(made) and bool(summary),
         "exit_status": done.returncode,
         "seconds": round(time.perf_counter() - started, 1),
-        "said": None if done.returncode == 0 else (told + done.stderr)[-2000:],
+        # The first report, and in which call Python stopped, say more than the last
+        "said": None if done.returncode == 0 else told[:3000],
+        "failed": re.findall(r"^failed: .*|^\S*Error: .*", done.stderr, re.MULTILINE),
     }
 
 
