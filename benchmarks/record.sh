@@ -1,29 +1,38 @@
 #!/usr/bin/env bash
-# In one call on a machine with a GPU and torch: builds for its card, runs every test on it, benchmarks, draws, and leaves
-# the records (tests_*.json, benchmark_*.json, .csv and .png) in the folder given, by default benchmarks/output. TESTS or
-# SWEEP replace what is run. WORKERS: processes for the tests (needs pytest-xdist). WARM: processes that fill the compile
-# caches first, by default one a core; 0: none.
+# In one call on a machine with a GPU and torch: builds for its card, runs the tests of the kernels on it, benchmarks,
+# draws, and leaves the records (tests_*.json, benchmark_*.json, .csv and .png) in the folder given, by default
+# benchmarks/output. TESTS or SWEEP replace what is run, BUILD=true builds nothing. WARM: processes that fill the compile
+# caches first, by default one a core; 0: none. WORKERS: processes for the tests (needs pytest-xdist), during which the
+# caches are filled: ten minutes become four on 16 cores, on a card with memory for so many.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
 mkdir -p "$out"
-export FORCE_CUDA=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-python3 setup.py build_ext --inplace > "$out/build.log" 2>&1 || { tail -n 30 "$out/build.log"; exit 1; }
-failed=0
+${BUILD:-env FORCE_CUDA=1 python3 setup.py build_ext --inplace} > "$out/build.log" 2>&1 ||
+  { tail -n 30 "$out/build.log"; exit 1; }
+sweep=${SWEEP:---shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
+  --direction forward,backward,call_no_grad,step --providers all --rounds 10}
+warm() {
+  # shellcheck disable=SC2086
+  (($1 == 0)) || python3 test_benchmark.py $sweep --warm "$1" || true # the run itself says who fails
+}
+: "${WARM:=$(nproc)}"
+failed=0 warming=
+if [[ -n ${WORKERS:-} ]]; then
+  OMP_NUM_THREADS=1 warm $(((WARM + 3) / 4)) > "$out/warm.log" 2>&1 &
+  warming=$!
+fi
 # shellcheck disable=SC2086
-python3 -m pytest -q -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} --junitxml="$out/tests.xml" \
-  ${TESTS:-test_correctness.py tests/test_pytorch.py tests/test_torch_own.py tests/test_reported_failures.py \
-  tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
+${WORKERS:+env OMP_NUM_THREADS=1} python3 -m pytest -q -p no:cacheprovider \
+  ${WORKERS:+-n "$WORKERS" --dist worksteal} --junitxml="$out/tests.xml" \
+  ${TESTS:-test_correctness.py tests/test_fusions.py tests/test_pytorch.py tests/test_torch_own.py \
+  tests/test_reported_failures.py tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
 tail -n 12 "$out/tests.log"
 python3 benchmarks/record_tests.py "$out/tests.xml" "$out"
 
-sweep=${SWEEP:---shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
-  --direction forward,backward,call_no_grad,step --providers all --rounds 10}
-if [ "${WARM:=$(nproc)}" -gt 0 ]; then
-  # shellcheck disable=SC2086
-  python3 test_benchmark.py $sweep --warm "$WARM" || true # the run itself says who fails
-fi
+if [[ -n $warming ]]; then wait "$warming"; else warm "$WARM"; fi
 # shellcheck disable=SC2086
 python3 test_benchmark.py $sweep --record "$out" > "$out/benchmark.log" 2>&1 || failed=1
 tail -n 40 "$out/benchmark.log"

@@ -123,7 +123,7 @@ __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
 // What most calls ask for and no more, by the names of NormForwardParams: one weight for all rows, y of x's dtype. Few
-// bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.2 us of 1.5).
+// bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6).
 template <typename scalar_t>
 struct PlainForwardParams {
   const void *x, *weight, *bias;

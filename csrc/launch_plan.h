@@ -102,14 +102,14 @@ constexpr int kStageBytes = Plan::kThreads * Plan::kVecs * Plan::kVec * static_c
 
 // Rows of one warp or less share a block of 64 threads; longer rows have a block each. H200, N = 64 to 1024, blocks of
 // 128, 64 and 32 threads: 0.977, 0.984, 0.983 of the copy (bf16), 0.97, 0.985, 0.983 (fp32). Loads that pass L1 by, or
-// are the first to leave L2, lost 0.03 to 0.06, fewer vectors a thread 0.01 to 0.5; 1280 to 2048 threads an SM, loads
-// of 256 bytes into L2 and other hints for stores gained nothing.
+// are the first to leave L2, lost 0.03 and more; two vectors a thread lost 0.01 to 0.3, but gained 0.005 in fp32 up to
+// 512 columns without statistics; 1280 threads an SM, loads of 256 bytes into L2, hints for stores: within 0.005.
 template <typename Plan>
 constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 64;
 
 // Whether each warp of a longer row has a slice of it, rather than every so many-th 512 bytes: one more piece of memory
-// that is read at a time. H200, of the copy: bf16 N = 4096 0.969 became 0.984, 8192 the same, 12288 0.967 0.976, 16384
-// 0.955 0.966; fp32 2048 0.965 0.97, 4096 0.973 0.98, 6144 0.96 0.971; by 512 threads 8192 0.95 0.94.
+// that is read at a time. H200, of the copy: bf16 N = 4096 0.969 became 0.984, 8192 the same, 12288 0.964 0.974, 16384
+// 0.957 0.966; fp32 2048 0.965 0.971, 4096 0.973 0.981, 6144 0.958 0.97; by 512 threads 8192 0.95 0.94.
 template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
