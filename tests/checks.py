@@ -1,6 +1,7 @@
 """What tests share: models with norms worth looking at, how their results are judged, how a process compiles."""
 
 import copy
+import gc
 import importlib
 import os
 import shutil
@@ -19,6 +20,14 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
     ),
 ]
+
+
+def needs_memory(gib):
+    """Skips the test where the GPU has less memory free; what torch only keeps for later is given back first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory")
 
 
 def build_environment(device):

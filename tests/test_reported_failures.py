@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import needs_memory
 
 from fused_layernorm import fused_layer_norm
 from test_correctness import (
@@ -33,11 +34,6 @@ from test_correctness import (
 def passes(case, device):
     inputs = make_inputs(case, device)
     check(case, inputs, run(fused, case, inputs))
-
-
-def needs_memory(gigabytes):
-    if torch.cuda.mem_get_info()[0] < gigabytes << 30:
-        pytest.skip(f"needs {gigabytes} GiB of free GPU memory")
 
 
 @on_devices("op", OPS, devices=("cuda",))
