@@ -8,6 +8,7 @@ a copy on the whole batch by itself; at the end the two loss curves are compared
 
 import argparse
 import copy
+import gc
 import os
 
 import torch
@@ -78,24 +79,8 @@ def mean_over_processes(loss: torch.Tensor) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp", "sequence"])
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and 10 steps, to see that all works")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun, see the first lines of the file")
-    if args.quick:
-        args.steps, args.hidden_size, args.layers = 10, 32, 2
-    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = args.device.replace("auto", "cuda" if has_gpus else "cpu")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+def train(args: argparse.Namespace, device: str) -> bool:
+    """Whether the losses of all processes together are those of one."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     talks = dist.get_rank() == 0
     if talks:
@@ -128,6 +113,30 @@ def main() -> None:
     agree = difference <= 1e-3 * curves[0][0]  # sums in another order, amplified by training
     if talks:
         print(f"largest difference of the losses: {difference:.2e}: {'they agree' if agree else 'THEY DIFFER'}")
+    return agree
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp", "sequence"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and 10 steps, to see that all works")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, see the first lines of the file")
+    if args.quick:
+        args.steps, args.hidden_size, args.layers = 10, 32, 2
+    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = args.device.replace("auto", "cuda" if has_gpus else "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    agree = train(args, device)
+    # A group goes when nothing holds it, such as a model; if that is Python's end, its threads may abort the process.
+    gc.collect()
     dist.destroy_process_group()
     raise SystemExit(not agree)
 

@@ -5,6 +5,7 @@ On gloo with 2 or 4 processes on the CPU; on NCCL with as many GPUs.
 
 import copy
 import datetime
+import gc
 import itertools
 import os
 import subprocess
@@ -69,6 +70,7 @@ def _process(rank, device, backend, world_size, meeting_point, function, argumen
     try:
         function(device, rank, world_size, *arguments)
     finally:
+        gc.collect()  # what holds the group, or its threads may abort the process at its end
         dist.destroy_process_group()
 
 
