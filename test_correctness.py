@@ -1152,21 +1152,19 @@ def test_options_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
     if not uses_kernels(device):
         pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
     rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
-    inputs = make_inputs(Case((rows, hidden_size), op=op, dtype=dtype), device)
-    for weight, options in (
-        (inputs.weight, {"weight_offset": 1.0}),
-        (inputs.weight, {"out_dtype": fp32}),
-        (inputs.weight, {"out_dtype": fp32, "weight_offset": -0.5}),
-        (None, {}),
+    for options in (
+        {"weight_offset": 1.0},
+        {"out_dtype": fp32},
+        {"out_dtype": fp32, "weight_offset": -0.5},
+        {"weight": None},
     ):
-        found = []
-        for part in (slice(0, 3), slice(0, rows)):
-            x = inputs.x[part].detach().requires_grad_()
-            y = OPS[op](x, weight, inputs.bias, 1e-5, **options)
-            (grad,) = torch.autograd.grad(y, x, inputs.grad_output[part].to(y.dtype))
-            found.append((y[:3], grad[:3]))
-        for few, many in zip(*found, strict=True):
-            assert same_bits(few, many), options
+        case = Case((rows, hidden_size), op=op, dtype=dtype, **options)
+        inputs = make_inputs(case, device)
+        first = Inputs(inputs.x[:3], inputs.weight, inputs.bias, inputs.grad_output[:3])
+        many, few = run(fused, case, inputs), run(fused, case, first)
+        check(replace(case, shape=(3, hidden_size)), first, few)
+        for name in ("y", "x"):
+            assert same_bits(few[name], many[name][:3]), f"{name}, {options}"
 
 
 # ---- options and surroundings --------------------------------------------------------------------------------------

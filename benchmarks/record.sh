@@ -2,8 +2,8 @@
 # In one call on a machine with a GPU and torch: builds for its card, runs the tests of the kernels on it, benchmarks,
 # draws, and leaves the records (tests_*.json, benchmark_*.json, .csv and .png) in the folder given, by default
 # benchmarks/output. TESTS or SWEEP replace what is run, BUILD=true builds nothing. WARM: processes that fill the compile
-# caches first, by default one a core; 0: none. WORKERS: processes for the tests (needs pytest-xdist), during which the
-# caches are filled: ten minutes become four on 16 cores, on a card with memory for so many.
+# caches first, by default one a core; 0: none. WORKERS: processes for the tests (needs pytest-xdist, and a card with
+# memory for so many), during which the caches are filled.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
