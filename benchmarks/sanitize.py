@@ -205,14 +205,15 @@ def find(name):
     return found
 
 
+def output(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def kernels():
     """Prints which kernels of the extension the calls launch on this card, and which they do not."""
     from torch.profiler import ProfilerActivity, profile
 
     from fused_layernorm import _ops
-
-    def output(*command):
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _ops.extension.__file__))
     compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
@@ -251,6 +252,8 @@ def run_tool(tool, shard, until, folder):
     command = [find("compute-sanitizer"), "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
     if tool == "memcheck":
         command += ["--padding", "64"]  # what lies just behind a tensor is nobody's
+    if tool in ("racecheck", "synccheck"):
+        command += ["--num-cuda-barriers", "256"]  # in a block; found by itself it is too few, and reports are wrong
     started = time.perf_counter()
     done = run(
         [*command, sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)],
@@ -290,11 +293,11 @@ def main():
         return kernels()
     if args.calls:
         return make_calls(tuple(map(int, args.shard.split("/"))), args.until)
-    find("compute-sanitizer")
+    version = re.search(r"Version (\S+)", output(find("compute-sanitizer"), "--version"))[1]
     from test_benchmark import environment
 
     args.folder.mkdir(parents=True, exist_ok=True)
-    record = {"meta": environment(), "kernels": None, "sanitizer": []}
+    record = {"meta": environment() | {"compute_sanitizer": version}, "kernels": None, "sanitizer": []}
     path = args.folder / f"sanitizer_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     tools = args.tools.split(",")
     with ThreadPoolExecutor(1 + len(tools) * args.processes) as pool:

@@ -47,30 +47,32 @@ using x_type = typename TypeOfX<Stage, scalar_t>::type;
 template <typename Stage>
 constexpr bool kAdds = !std::is_same<Stage, NoAdd>::value;
 
-// Dropout of the elements of one row.
+// Dropout of the elements of one row, which are of the accumulation type.
+template <typename T>
 struct RowDropout {
-  int64_t seed, offset, row;
-  uint64_t threshold;
-  double scale;
+  int64_t seed;
+  uint64_t where;
+  uint32_t row, most_dropped;
+  T scale;
 
   // Without dropout it is not to be applied.
   __device__ RowDropout(const Dropout& dropout, int64_t row)
       : seed(dropout.philox ? __ldg(dropout.philox) : 0),
-        offset(dropout.philox ? __ldg(dropout.philox + 1) : 0),
-        row(row),
-        threshold(dropout.threshold),
-        scale(dropout.scale) {}
+        where(dropout_where(dropout.philox ? __ldg(dropout.philox + 1) : 0, row)),
+        row(static_cast<uint32_t>(row)),
+        most_dropped(dropout.most_dropped),
+        scale(static_cast<T>(dropout.scale)) {}
 
-  // keep * dropout_scale * value for the columns from `col` on, a multiple of 4.
-  template <int kVec, typename T>
+  // keep * dropout_scale * value for the columns from `col` on, a multiple of kVec.
+  template <int kVec>
   __device__ __forceinline__ void apply(T (&values)[kVec], int64_t col) const {
-    static_assert(kVec % 4 == 0, "random words come by fours");
+    static_assert(kVec == 4 || kVec == 8, "random numbers come by eights");
+    const DropoutOctet numbers(seed, where, row, static_cast<uint32_t>(col / 8));
 #pragma unroll
-    for (int i = 0; i < kVec; i += 4) {
-      const PhiloxWords words = dropout_words(seed, offset, row, static_cast<uint32_t>((col + i) / 4));
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        values[i + k] = words.word[k] >= threshold ? mul(values[i + k], static_cast<T>(scale)) : T(0);
+    for (int i = 0; i < kVec; ++i) {
+      const bool is_kept = numbers.number(i % 4, kVec == 8 ? i >= 4 : col % 8 >= 4) > most_dropped;
+      const T scaled = mul(values[i], scale);
+      values[i] = is_kept ? scaled : T(0);
     }
   }
 };

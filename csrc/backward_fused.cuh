@@ -161,6 +161,7 @@ struct RowRing {
       const auto past_of = [&](const char* source) {
         return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
       };
+      [[maybe_unused]] const char* end = source_of(static_cast<int>(params.rows) - 1) + row_bytes;  // of the tensor
       // Whether a turn's rows are one run of memory, and so one copy
       const bool dense = !Plan::kClusters && strides.is_even(params.rows) && strides.row_stride == params.hidden_size;
       const int row_count = slice.end_row;
@@ -193,10 +194,15 @@ struct RowRing {
         if constexpr (kAdds<AddTo>)
           total = count * elements *
                   static_cast<unsigned>((add_to.grad_residual_out ? 2 : 1) * sizeof(scalar_t) + sizeof(grad_t));
+        [[maybe_unused]] bool has_rest = false;
         if constexpr (!kAligned) {
           total = 0;
-          for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce)
-            total += (past_of(source_of(row + group)) + bytes + 15) / 16 * 16;
+          for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce) {
+            const char* source = source_of(row + group);
+            const unsigned covered = covering_bytes(source, past_of(source), bytes, end);
+            has_rest |= covered < past_of(source) + bytes;
+            total += covered;
+          }
           total = __reduce_add_sync(0xffffffffu, total);
         }
         if constexpr (kPaced) {
@@ -226,16 +232,26 @@ struct RowRing {
             store_shared_element(mean_tails + 4 * (stage * kRows + group), mean_tail[share]);
         }
         load_statistics(row + slice.row_step);
+        // f(where the copy goes, the row or rows in memory, bytes before these that are copied as well, bytes in all)
+        const auto for_each_copy = [&](auto&& f) {
+#pragma unroll 1
+          for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce) {
+            const char* source = source_of(row + group);
+            const unsigned past = past_of(source);
+            const unsigned place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128) + group * pitch;
+            f(first + place - past, source, past, kAligned ? bytes : covering_bytes(source, past, bytes, end));
+          }
+        };
+        if (!kAligned && has_rest)
+          for_each_copy([&](unsigned target, const char* source, unsigned past, unsigned covered) {
+            copy_rest<scalar_t>(target, source, past, bytes, covered);
+          });
         __syncwarp();
         if (lane == 0) expect_bytes(full + 8 * stage, total);
         __syncwarp();
-#pragma unroll 1
-        for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce) {
-          const char* source = source_of(row + group);
-          const unsigned past = past_of(source);
-          const unsigned place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128) + group * pitch;
-          copy_bulk(first + place - past, source - past, (past + bytes + 15) / 16 * 16, full + 8 * stage);
-        }
+        for_each_copy([&](unsigned target, const char* source, unsigned past, unsigned covered) {
+          if (kAligned || covered > 0) copy_bulk(target, source - past, covered, full + 8 * stage);
+        });
         next_stage();
       }
       __syncwarp();
@@ -525,6 +541,12 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     const auto store = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, Pair<acc_t> sums, auto x_vec,
                            auto grad_vec, [[maybe_unused]] auto skip_vec) {
       const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
+      [[maybe_unused]] const auto dropout = [&] {
+        if constexpr (kAdds<AddTo>)
+          return RowDropout<acc_t>(add_to.dropout, row);
+        else
+          return NoAdd{};
+      }();
       for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec], values[kVec];
         unpack(x_vec(v, whole), x);
@@ -537,7 +559,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           for (int i = 0; i < kVec; ++i) values[i] = add(values[i], skip[i]);
           const bool is_there = elements_of(v) > 0;
           store_vec_if(is_there && add_to.grad_residual, grad_residual + v * kThreads * kVec, values);
-          if (add_to.dropout.philox) RowDropout(add_to.dropout, row).apply(values, slice.first_col + column_of(v));
+          if (add_to.dropout.philox) dropout.apply(values, slice.first_col + column_of(v));
           store_vec_if(is_there && params.grad_input, grad_input + v * kThreads * kVec, values);
         } else if constexpr (kAligned) {
           store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);

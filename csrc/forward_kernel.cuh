@@ -36,16 +36,18 @@ struct Stage {
     }
   }
 
-  // Reads the aligned 16 bytes that cover `elements` elements, returns where the first of them lies.
-  __device__ unsigned fill(const T* source, int elements, int rank) {
+  // Reads the aligned 16 bytes that cover `elements` elements, but nothing from `end` on; returns where the first of
+  // them lies.
+  __device__ unsigned fill(const T* source, int elements, const void* end, int rank) {
     const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
-    const char* first = reinterpret_cast<const char*>(source) - past;
-    const int bytes = static_cast<int>(past) + elements * static_cast<int>(sizeof(T));
+    const char* from = reinterpret_cast<const char*>(source);
+    const unsigned bytes = static_cast<unsigned>(max(elements, 0)) * static_cast<unsigned>(sizeof(T));
     if constexpr (kBulk) {
       if (rank == 0) {
-        const unsigned whole = elements > 0 ? (bytes + 15) / 16 * 16 : 0;
-        expect_bytes(barrier, whole);
-        if (whole > 0) copy_bulk(memory, first, whole, barrier);
+        const unsigned covered = bytes > 0 ? covering_bytes(from, past, bytes, static_cast<const char*>(end)) : 0;
+        expect_bytes(barrier, covered);
+        if (covered > 0) copy_bulk(memory, from - past, covered, barrier);
+        if (bytes > 0) copy_rest<T>(memory, from, past, bytes, covered);
       }
       Row::barrier();
       wait_barrier(barrier, parity);
@@ -53,8 +55,8 @@ struct Stage {
     } else {
 #pragma unroll
       for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
-        const int at = 16 * (word + rank);
-        if (at < bytes) copy_async(memory + at, first + at, min(bytes - at, 16));
+        const int at = 16 * (word + rank), left = static_cast<int>(past + bytes) - at;
+        if (left > 0 && bytes > 0) copy_async(memory + at, from - past + at, min(left, 16));
       }
       commit_copies();
       wait_for_copies<0>();
@@ -146,21 +148,31 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
     z[v] = pack<scalar_t>(values);
     if (stage.residual_out) store_raw(residual_out + v * kStep, z[v]);
   };
-  if (stage.dropout.philox) {
-    const RowDropout dropout(stage.dropout, row);
+  // A branch for each: side by side, random numbers or gates of six vectors take more registers than there are
+  const auto one_by_one = [&](auto&& f) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
-      if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
+      if (is_there(v, false)) f(v);
+  };
+  if (stage.dropout.philox) {
+    const RowDropout<acc_t> dropout(stage.dropout, row);
+    one_by_one([&](int v) { sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); }); });
   } else if (stage.gate) {
-    held.for_each([&](int v, auto whole) {
-      if (!is_there(v, whole)) return;
+    const auto multiply_and_sum = [&](int v) {
       sum(v, [&](acc_t(&values)[kVec], int) {
         acc_t factor[kVec];
         unpack(load_vec<x_t, kVec>(gate + v * kStep), factor);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], factor[i]);
       });
-    });
+    };
+    if constexpr (kVecs > 4) {
+      one_by_one(multiply_and_sum);
+    } else {
+      held.for_each([&](int v, auto whole) {
+        if (is_there(v, whole)) multiply_and_sum(v);
+      });
+    }
   } else {
     held.for_each([&](int v, auto whole) {
       if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
@@ -173,34 +185,38 @@ struct Several {
   T of[kVec];
 };
 
-// The activation of an Add's store stage, by a true call: inlined at every vector it kept the compiler busy for
-// minutes.
+// What an Add's store stage does to one vector, by true calls: inlined at every vector, activations kept the compiler
+// busy for minutes, and random numbers were most of the kernel's code.
 template <int kVec, typename T>
 __device__ __noinline__ Several<T, kVec> activated(Several<T, kVec> values, Activation activation) {
   activate(values.of, activation);
   return values;
 }
+template <int kVec, typename T>
+__device__ __noinline__ Several<T, kVec> dropped(Several<T, kVec> values, RowDropout<T> dropout, int col) {
+  dropout.apply(values.of, col);
+  return values;
+}
 
 // The store stage of one row of an Add.
+template <typename T>
 struct AfterRow {
   Activation activation;
-  RowDropout dropout;
+  RowDropout<T> dropout;
   bool drops;
 
   __device__ AfterRow(const AfterNorm& after, int64_t row)
       : activation(after.activation), dropout(after.dropout, row), drops(after.dropout.philox) {}
 
-  template <int kVec, typename T>
+  template <int kVec>
   __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
-    if (activation != Activation::kNone) {
-      Several<T, kVec> several;
+    Several<T, kVec> several;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
-      several = activated(several, activation);
+    for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
+    if (activation != Activation::kNone) several = activated(several, activation);
+    if (drops) several = dropped(several, dropout, col);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
-    }
-    if (drops) dropout.apply(values, col);
+    for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
   }
 };
 
@@ -300,7 +316,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       unsigned at = 0;
       if constexpr (kStaged) {
         if (tile != 0 || kManyTiles<Plan>) Row::barrier();
-        at = stage.fill(x + tile, min(left, kTile), rank) + own * static_cast<int>(sizeof(scalar_t));
+        at = stage.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
       }
       const Held held(left, own);
       held.for_each([&](int v, auto whole) {
@@ -402,7 +418,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const bool same_dtype = kAdds<AddTo> || params.y_dtype == dtype_of<x_t>;
   const auto after = [&] {
     if constexpr (kAdds<AddTo>)
-      return AfterRow(add_to.after, row);
+      return AfterRow<acc_t>(add_to.after, row);
     else
       return NoAdd{};
   }();

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kQuadThreads)
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
     acc_t z[4];
     load_vec_as<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
-    if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(z, col);
+    if (stage.dropout.philox) RowDropout<acc_t>(stage.dropout, row).apply(z, col);
     if (stage.gate) {
       acc_t gate[4];
       load_vec_as<4>(gate, stage.gate, params.x_dtype, segment_of(params, row) * stage.gate_stride + col, count);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kQuadThreads)
       for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], skip[i]);
     }
     if (stage.grad_residual) store_columns(stage.grad_residual, stage.grad_residual_dtype, at, grad, count);
-    if (stage.dropout.philox) RowDropout(stage.dropout, row).apply(grad, col);
+    if (stage.dropout.philox) RowDropout<acc_t>(stage.dropout, row).apply(grad, col);
     if (params.grad_input) store_columns(params.grad_input, stage.grad_input_dtype, at, grad, count);
   });
 }
@@ -64,10 +64,11 @@ __global__ void __launch_bounds__(kQuadThreads)
 __global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid_constant__ DropoutMaskParams params) {
   const Dropout& dropout = params.dropout;
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
-    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
+    const DropoutOctet numbers(dropout, row, col);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      if (k < count) params.mask[row * params.hidden_size + col + k] = words.word[k] >= dropout.threshold;
+      if (k < count)
+        params.mask[row * params.hidden_size + col + k] = numbers.number(k, col % 8 >= 4) > dropout.most_dropped;
   });
 }
 

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kQuadThreads)
       acc_t values[8];
       norm(values, row);
       activate(values, after.activation);
-      if (after.dropout.philox) RowDropout(after.dropout, row).apply(values, col);
+      if (after.dropout.philox) RowDropout<acc_t>(after.dropout, row).apply(values, col);
       store_columns(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
     };
   });
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kQuadThreads)
       acc_t grad[8], values[8];
       load_vec_as<8>(grad, after.grad_output, params.y_dtype, after.grad_output_strides.offset(row) + col, count);
       if (after.after.activation != Activation::kNone) norm(values, row);
-      if (after.after.dropout.philox) RowDropout(after.after.dropout, row).apply(grad, col);
+      if (after.after.dropout.philox) RowDropout<acc_t>(after.after.dropout, row).apply(grad, col);
       if (after.after.activation != Activation::kNone) activate_backward(grad, values, after.after.activation);
       store_columns(after.grad, params.y_dtype, row * params.hidden_size + col, grad, count);
     };

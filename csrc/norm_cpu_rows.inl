@@ -466,9 +466,10 @@ FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int6
   if (!dropout.philox) return nullptr;
   acc_t* scales = static_cast<acc_t*>(memory);
   const acc_t scale = static_cast<acc_t>(dropout.scale);
-  for (int64_t col = 0; col < n; col += 4) {
-    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
-    for (int64_t k = 0; k < 4 && col + k < n; ++k) scales[col + k] = words.word[k] >= dropout.threshold ? scale : 0;
+  for (int64_t col = 0; col < n; col += 8) {
+    const DropoutOctet numbers(dropout, row, col);
+    for (int k = 0; k < 8 && col + k < n; ++k)
+      scales[col + k] = numbers.number(k % 4, k >= 4) > dropout.most_dropped ? scale : 0;
   }
   return scales;
 }
@@ -501,9 +502,9 @@ void add_grad_row(const NormBackwardParams& params, int64_t row, const void* gra
 }
 
 void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
-  for (int64_t col = 0; col < n; col += 4) {
-    const PhiloxWords words = dropout_words(dropout.philox[0], dropout.philox[1], row, static_cast<uint32_t>(col / 4));
-    for (int64_t k = 0; k < 4 && col + k < n; ++k) keep[col + k] = words.word[k] >= dropout.threshold;
+  for (int64_t col = 0; col < n; col += 8) {
+    const DropoutOctet numbers(dropout, row, col);
+    for (int k = 0; k < 8 && col + k < n; ++k) keep[col + k] = numbers.number(k % 4, k >= 4) > dropout.most_dropped;
   }
 }
 

@@ -65,7 +65,11 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
         cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
       }
       const ClusterLaunch launch(blocks * cluster, kForwardThreads<Plan>, 0, cluster, stream);
-      return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_n, NoAdd{});
+      NormForwardParams told = params;
+      if (kIsStaged<scalar_t, Plan>)
+        told.x_end =
+            static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
+      return cudaLaunchKernelEx(&launch.config, kernel, told, inverse_n, NoAdd{});
     };
     return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
         params.hidden_size, facts.max_cluster, launch_plan);

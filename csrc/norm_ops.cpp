@@ -257,8 +257,7 @@ void point_to_stats(Params& params, const Tensor& stats) {
 }
 
 Dropout dropout_of(const Tensor& philox, double p) {
-  return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, dropout_threshold(p),
-          dropout_scale(p)};
+  return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, most_dropped(p), dropout_scale(p)};
 }
 
 AfterNorm after_of(const AfterOptions& after, const Tensor& x) {
@@ -682,10 +681,11 @@ Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, dou
   const DeviceScope scope(philox);
   Tensor mask = empty({rows, hidden_size}, at::kBool, philox);
   if (mask.numel() == 0) return mask;
+  if (dropout_p == 0) return mask.fill_(true);
   const DropoutMaskParams params{static_cast<uint8_t*>(mask.mutable_data_ptr()),
                                  rows,
                                  hidden_size,
-                                 {philox.const_data_ptr<int64_t>(), dropout_threshold(dropout_p), 0}};
+                                 {philox.const_data_ptr<int64_t>(), most_dropped(dropout_p), 0}};
 #ifdef FUSED_LAYERNORM_WITH_CUDA
   if (philox.is_cuda()) {
     C10_CUDA_CHECK(static_cast<cudaError_t>(

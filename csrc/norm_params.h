@@ -51,7 +51,7 @@ struct RowStrides {
 // keep(seed, offset, row, col) of philox.h decides which elements remain.
 struct Dropout {
   const int64_t* philox;  // [2], (seed, offset), in the device's memory: CUDA graphs replay with others; nullptr: none
-  uint64_t threshold;     // dropout_threshold(p)
+  uint32_t most_dropped;  // most_dropped(p)
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
@@ -98,6 +98,7 @@ struct NormForwardParams {
   const void* weight;  // [hidden_size] or nullptr: 1
   const void* bias;    // [hidden_size] or nullptr: 0; of the weight's dtype
   void* y;             // [rows, hidden_size], contiguous, 16-byte aligned
+  const void* x_end;   // behind the last element of x; for staged rows on CUDA, whose launch sets it
 
   // Saved for backward, [rows] each, in the accumulation type (fp64 for fp64 x, else fp32); nullptr: not wanted.
   // mean + mean_tail is the mean to about twice the precision of the type; both are nullptr for RMSNorm.

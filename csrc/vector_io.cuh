@@ -439,6 +439,21 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, u
 #endif
 }
 
+// How many of the aligned bytes that cover `bytes` bytes from `source` on the copy engine may read, `past` bytes before
+// it the first: all, but for the last 16 where these go beyond `end`, the end of the tensor. copy_rest() brings what is
+// missing then.
+__device__ __forceinline__ unsigned covering_bytes(const char* source, unsigned past, unsigned bytes, const char* end) {
+  const unsigned covered = (past + bytes + 15) / 16 * 16;
+  return source - past + covered > end ? covered - 16 : covered;
+}
+template <typename T>
+__device__ __forceinline__ void copy_rest(unsigned shared, const char* source, unsigned past, unsigned bytes,
+                                          unsigned covered) {
+#pragma unroll 1
+  for (unsigned at = max(past, covered); at < past + bytes; at += static_cast<unsigned>(sizeof(T)))
+    store_shared_element(shared + at, *reinterpret_cast<const T*>(source - past + at));
+}
+
 // From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
 // thread that asks waits until shared memory has been read.
 __device__ __forceinline__ void fence_bulk_store() {

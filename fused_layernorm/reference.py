@@ -137,13 +137,14 @@ def _join(shape: Sequence[int]) -> str:
 def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) -> Tensor:
     """Which elements of [rows, hidden_size] dropout keeps: csrc/philox.h in PyTorch operations.
 
-    philox holds two int64, seed and offset. Word k of Philox4x32-10 with key seed and counter (quad, row, offset) is
-    that of column 4 * quad + k; an element is kept where its word is at least dropout_p * 2^32.
+    philox holds two int64, seed and offset. Word k of Philox4x32-10 with key seed and counter (octet, row, offset) is
+    the number of column 8 * octet + k, with its halves exchanged that of column 8 * octet + 4 + k; an element is kept
+    where its number is at least dropout_p * 2^32.
     """
     low = 0xFFFFFFFF
     seed, offset = philox.unbind()
     row = torch.arange(rows, device=philox.device)[:, None]
-    c0 = torch.arange((hidden_size + 3) // 4, device=philox.device)[None]
+    c0 = torch.arange((hidden_size + 7) // 8, device=philox.device)[None]
     offset = offset ^ (row >> 32)
     c1, c2, c3 = row & low, offset & low, (offset >> 32) & low
     key0, key1 = seed & low, (seed >> 32) & low
@@ -152,8 +153,10 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
         c0, c2 = ((product1 >> 32) & low) ^ c1 ^ key0, ((product0 >> 32) & low) ^ c3 ^ key1
         c1, c3 = product1 & low, product0 & low
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    words = torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :hidden_size]  # all of [rows, quads] after four rounds
-    return words >= int(dropout_p * 2**32)
+    words = torch.stack((c0, c1, c2, c3), -1)  # all of [rows, octets] after four rounds
+    exchanged = ((words << 16) & low) | (words >> 16)
+    numbers = torch.cat((words, exchanged), -1).flatten(1)[:, :hidden_size]
+    return numbers >= max(int(dropout_p * 2**32), 1 if dropout_p > 0 else 0)
 
 
 def dropout(x: Tensor, mask: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:

@@ -654,18 +654,33 @@ def test_dropout_statistics(device, place, p):
 
 def test_philox():
     """the function of csrc/philox.h: known answers of Philox4x32-10, and reference.py's and the kernel's are equal"""
-    words = {}
-    for seed, offset, answer in ((0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),):
-        philox = torch.tensor([seed, offset])
-        for k, word in enumerate(answer):  # the mask at a threshold of exactly that word, and just above it
-            at, above = word / 2**32, (word + 1) / 2**32
-            for function in (reference.dropout_mask, _ops.dropout_mask):
-                words[k] = (bool(function(philox, 1, 4, at)[0, k]), bool(function(philox, 1, 4, above)[0, k]))
-                assert words[k] == (True, False), (function, k)
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    zeros = torch.zeros(2, dtype=torch.int64)
+    for k, number in enumerate(words + [(word & 0xFFFF) << 16 | word >> 16 for word in words]):
+        at, above = number / 2**32, (number + 1) / 2**32  # the mask where p is exactly that number, and just above it
+        for function in (reference.dropout_mask, _ops.dropout_mask):
+            found = bool(function(zeros, 1, 8, at)[0, k]), bool(function(zeros, 1, 8, above)[0, k])
+            assert found == (True, False), (function, k)
     for _ in range(4):
         philox = torch.randint(-(2**63), 2**63 - 1, (2,))
         for shape in ((1, 1), (7, 41), (300, 64)):
-            assert torch.equal(_ops.dropout_mask(philox, *shape, 0.4), reference.dropout_mask(philox, *shape, 0.4))
+            for p in (0.0, 1e-12, 0.4, 1.0):
+                mask = _ops.dropout_mask(philox, *shape, p)
+                assert torch.equal(mask, reference.dropout_mask(philox, *shape, p))
+                assert p not in (0.0, 1.0) or torch.equal(mask, torch.full(shape, p == 0.0))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2**-10, 3 * 2**-18])
+def test_two_elements_of_one_random_word(p):
+    """columns k and k + 4 of an octet, which share a word: each is dropped as often as it should be, both together too"""
+    count = 1 << 22
+    torch.manual_seed(3)
+    philox = torch.randint(-(2**63), 2**63 - 1, (2,))
+    drops = ~_ops.dropout_mask(philox, count // 8, 8, p)
+    both = drops[:, :4] & drops[:, 4:]
+    for found, expected in ((drops, p), (both, p * p)):
+        deviation = (found.double().mean() - expected) / math.sqrt(expected * (1 - expected) / found.numel())
+        assert abs(deviation) < 5, (expected, deviation)
 
 
 @on_devices("place,reentrant", [(place, reentrant) for place in ("x", "y") for reentrant in (False, True)])
