@@ -672,15 +672,15 @@ def test_philox():
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2**-10, 3 * 2**-18])
 def test_two_elements_of_one_random_word(p):
-    """columns k and k + 4 of an octet, which share a word: each is dropped as often as it should be, both together too"""
+    """columns k and k + 4 of an octet, which share a word: each is dropped as often as it should be, and both"""
     count = 1 << 22
     torch.manual_seed(3)
     philox = torch.randint(-(2**63), 2**63 - 1, (2,))
     drops = ~_ops.dropout_mask(philox, count // 8, 8, p)
     both = drops[:, :4] & drops[:, 4:]
-    for found, expected in ((drops, p), (both, p * p)):
-        deviation = (found.double().mean() - expected) / math.sqrt(expected * (1 - expected) / found.numel())
-        assert abs(deviation) < 5, (expected, deviation)
+    for found, chance in ((drops, p), (both, p * p)):
+        deviation = (found.double().mean() - chance) / math.sqrt(chance * (1 - chance) / found.numel())
+        assert abs(deviation) < 5, (chance, deviation)
 
 
 @on_devices("place,reentrant", [(place, reentrant) for place in ("x", "y") for reentrant in (False, True)])
