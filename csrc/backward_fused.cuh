@@ -635,7 +635,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   } else {
     __syncthreads();
   }
-  if (!params.workspace) return;  // no weight gradients wanted
+  if (!params.grad_weight && !params.grad_bias) return;
 
   // The rows of this block, or cluster, become one partial sum, [grad_weight, grad_bias] of hidden_size each: over the
   // rows of a warp by exchange, then row after row through the ring's memory

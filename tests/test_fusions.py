@@ -571,6 +571,22 @@ def test_add_compile(device, op, backend, dropout_p):
     assert dropout_p or mask.all()
 
 
+@on_devices("rows,hidden_size,out_dtype", [(160, 8192, fp32), (20, 65544, None)], devices=("cuda",))
+def test_nothing_is_written_beside_the_workspace(device, rows, hidden_size, out_dtype):
+    """frozen parameters, a float32 stream, two kernels: sums for nobody went behind the memory between the two"""
+    x = torch.randn(rows, hidden_size, dtype=bf16, device=device, requires_grad=True)
+    residual = torch.randn(rows, hidden_size, device=device)
+    weight = torch.ones(hidden_size, dtype=bf16, device=device)
+    y, z = fused_add_layer_norm(x, residual, weight, torch.zeros_like(weight), out_dtype=out_dtype)
+    gradients = torch.randn_like(y), torch.randn_like(z)
+    torch.cuda.empty_cache()
+    # Every other of a row of blocks as large as that memory is free, and so is taken for it
+    kept = [torch.zeros(rows * hidden_size, device=device) for _ in range(15)]
+    del kept[1::2]
+    torch.autograd.grad((y, z), x, gradients)
+    assert not any(t.any() for t in kept)
+
+
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
