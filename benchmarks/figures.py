@@ -50,6 +50,7 @@ ROWS = (
     ("random cases", "fuzz_*.json", fuzzing),
     ("`tests/test_reliability.py`", "promises_*.json", promises),
     ("compute-sanitizer", "sanitizer_2*.json", sanitizer),
+    ("racecheck, in its build", "racecheck_*.json", sanitizer),
     ("training, bf16", "long_training_layer_bf16.json", training),
     ("training, fp16", "long_training_layer_fp16.json", training),
 )

@@ -2,12 +2,12 @@
 # The records behind docs/reliability.md, in one call on a machine with a GPU, torch, pytest, hypothesis and
 # compute-sanitizer. Builds for its card; then the parts:
 #   fuzz       FUZZ random cases in all (default 20000), in PROCESSES processes (default 15)
-#   sanitizer  benchmarks/sanitize.py
+#   sanitizer  benchmarks/sanitize.py, with racecheck in a build of its own
 #   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
 #   promises   tests/test_reliability.py, which wants the card for itself
 # With as many cards as parts, all run at the same time, a card each; else one after the other. PARTS="fuzz training"
 # chooses; LIMIT=150 gives each part about so many seconds, and it records what it reached until then. Leaves
-# fuzz_*.json, sanitizer_*.json, long_training_*.json and promises_*.json in the folder given (default:
+# fuzz_*.json, sanitizer_*.json, racecheck_*.json, long_training_*.json and promises_*.json in the folder given (default:
 # benchmarks/output), and prints what they say.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -40,7 +40,14 @@ part_fuzz() {
 part_sanitizer() {
   local failed=0
   python3 benchmarks/sanitize.py "$out" --seconds "$(limit_or_inf "$LIMIT")" || failed=1
-  (cd "$out" && tar --remove-files -czf sanitizer_logs.tar.gz sanitizer_*.log)
+  tree=$(mktemp -d) # racecheck's build
+  tar --exclude=./build --exclude=./benchmarks/output --exclude=./.git --exclude='*.so' -c . | tar -x -C "$tree"
+  (cd "$tree" && NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK FORCE_CUDA=1 python3 setup.py build_ext --inplace) \
+    > "$out/racecheck_build.log" 2>&1
+  (cd "$tree" && PYTHONPATH="$tree:$PYTHONPATH" python3 benchmarks/sanitize.py "$tree/found" --tools racecheck \
+    --processes 9 --seconds "$(limit_or_inf "$LIMIT")") || failed=1
+  mv "$tree"/found/* "$out"
+  (cd "$out" && tar --remove-files -czf sanitizer_logs.tar.gz sanitizer_*.log racecheck_build.log)
   return $failed
 }
 

@@ -1,13 +1,17 @@
 """compute-sanitizer over calls that reach every kernel and plan: `python benchmarks/sanitize.py [FOLDER]`, on a GPU.
 
-Runs memcheck, racecheck, initcheck and synccheck, all at once, each over the same calls in processes of its own, and
-writes sanitizer_*.json into FOLDER (default: benchmarks/output). The lengths of rows are read from csrc/launch_plan.h:
+Runs memcheck, initcheck and synccheck, all at once, each over the same calls in processes of its own, and writes
+sanitizer_*.json into FOLDER (default: benchmarks/output). The lengths of rows are read from csrc/launch_plan.h:
 what a plan holds, one less (ragged) and eight more, for its dtypes, forward and backward, few rows and many; so are
 those of the kernels with an add stage, and there are calls of the types and sizes that these leave to others. A first
 process (`--kernels`), not under a tool, holds the kernels that the calls launch against those in the extension. With
 --seconds each process stops in time, and the record says how many of its calls it made; as their order is shuffled,
 these are of every kind. Exit status 1: a tool reported something, did not run, a call failed, or a kernel was not
 reached.
+
+`--tools racecheck` writes racecheck_*.json. That tool does not follow a barrier at which one lane arrives for its warp,
+after __syncwarp(), and so wants a build with NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK, in which every lane arrives. There
+few blocks are persistent, so the calls have fewer rows.
 """
 
 import argparse
@@ -29,9 +33,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Rows: few, and enough that each place of backward's ring in shared memory is used again.
+TOOLS = ("memcheck", "initcheck", "synccheck")
+# Rows: few, and enough that each place of backward's ring in shared memory is used again, in racecheck's build too.
 FEW, MANY, MANY_ELEMENTS = 3, 60_000, 1 << 22
+LIGHT_MANY, LIGHT_ELEMENTS = 1100, 1 << 21
 # The end of a struct template's specialization in csrc/launch_plan.h: which x it is for.
 SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "float, float": "fp32", "double": "fp64"}
 
@@ -60,7 +65,7 @@ def lengths(kind):
     for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
         for _, elements, cluster in plans:
             held |= {elements * blocks for blocks in (1, 2, cluster)} if cluster > 1 else {elements}
-    held.add(1 << 18)  # with more than that, rows are huge (csrc/norm_huge.cu) in every dtype
+    held |= {1 << 18, (1 << 18) + 2}  # with more than the first, rows are huge (csrc/norm_huge.cu) in every dtype
     return sorted(n for hidden in held for n in (hidden - 1, hidden, hidden + 8) if n > 0)
 
 
@@ -76,8 +81,8 @@ def for_cards_without_clusters():
     return found
 
 
-def list_calls():
-    """[function without arguments], in an order that is the same every time. Options that are no template arguments of
+def list_calls(light=False):
+    """[(function, *arguments)], in an order that is the same every time. Options that are no template arguments of
     kernels (LayerNorm or RMSNorm, weights of float32, dropout, what is wanted) are drawn, not multiplied."""
     import torch
 
@@ -131,20 +136,22 @@ def list_calls():
         results = tuple(results[i] for i in used)
         backward(results, tuple(torch.randn_like(t) for t in results), wanted)
 
-    options = ({}, {}, {}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True},
+    options = ({}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True},
                {"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1})  # fmt: skip
 
+    many, many_elements = (LIGHT_MANY, LIGHT_ELEMENTS) if light else (MANY, MANY_ELEMENTS)
+
     def rows_for(hidden_size):
-        return {FEW, min(MANY, max(FEW, MANY_ELEMENTS // hidden_size))}
+        return sorted({FEW, min(many, max(FEW, many_elements // hidden_size))})
 
     for dtype, weight_dtype in (
         (half, half), (half, single), (brain, brain), (brain, single), (single, single), (double, double)
     ):  # fmt: skip
         for hidden_size in lengths(kinds[dtype]):
             for rows in rows_for(hidden_size):
-                calls.append((plain, rows, hidden_size, dtype, weight_dtype,
-                              draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((0, 0, 1)),
-                              draw.choice(options)))  # fmt: skip
+                for shift, chosen in ((0, {}), (draw.choice((0, 0, 1)), draw.choice(options))):
+                    norm = draw.choice((fused_layer_norm, fused_rms_norm))
+                    calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, shift, chosen))
 
     def add_call(rows, hidden_size, dtype, residual_dtype, z_dtype, p, out_dtype=None):
         weight_dtype = draw.choice((dtype, single if dtype != double else double))
@@ -173,12 +180,12 @@ def list_calls():
     return calls
 
 
-def make_calls(shard, until):
+def make_calls(shard, until, light=False):
     """Makes each `of`th call from the `first` on, till the clock says `until`; prints how many of how many."""
     import torch
 
     first, of = shard
-    calls, made = list_calls()[first::of], 0
+    calls, made = list_calls(light)[first::of], 0
     for function, *arguments in calls:
         if time.time() > until:
             break
@@ -255,8 +262,9 @@ def run_tool(tool, shard, until, folder):
     if tool in ("racecheck", "synccheck"):
         command += ["--num-cuda-barriers", "256"]  # in a block; found by itself it is too few, and reports are wrong
     started = time.perf_counter()
+    calls = [sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)]
     done = run(
-        [*command, sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)],
+        [*command, *calls, *(["--light"] if tool == "racecheck" else [])],
         until,
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor an allocation that the tool knows
     )
@@ -273,6 +281,7 @@ def run_tool(tool, shard, until, folder):
         # The first report, and in which call Python stopped, say more than the last
         "said": None if done.returncode == 0 else told[:3000],
         "failed": re.findall(r"^failed: .*|^\S*Error: .*", done.stderr, re.MULTILINE),
+        "stderr": None if done.returncode == 0 else done.stderr[-1000:],
     }
 
 
@@ -287,22 +296,25 @@ def main():
     parser.add_argument("--until", type=float, default=math.inf, help="the time when --calls ends")
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
+    parser.add_argument("--light", action="store_true", help="the calls for racecheck")
     parser.add_argument("--shard", default="0/1", help="first/step, of the calls")
     args = parser.parse_args()
     if args.kernels:
         return kernels()
     if args.calls:
-        return make_calls(tuple(map(int, args.shard.split("/"))), args.until)
+        return make_calls(tuple(map(int, args.shard.split("/"))), args.until, args.light)
     version = re.search(r"Version (\S+)", output(find("compute-sanitizer"), "--version"))[1]
     from test_benchmark import environment
 
     args.folder.mkdir(parents=True, exist_ok=True)
     record = {"meta": environment() | {"compute_sanitizer": version}, "kernels": None, "sanitizer": []}
-    path = args.folder / f"sanitizer_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     tools = args.tools.split(",")
+    is_racecheck = tools == ["racecheck"]
+    name = "racecheck" if is_racecheck else "sanitizer"
+    path = args.folder / f"{name}_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     with ThreadPoolExecutor(1 + len(tools) * args.processes) as pool:
         until = time.time() + args.seconds
-        kernels_run = pool.submit(run_kernels, until)
+        kernels_run = None if is_racecheck else pool.submit(run_kernels, until)
         runs = {
             tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder)
                    for first in range(args.processes)]
@@ -316,18 +328,21 @@ def main():
                 "processes": parts,
             })  # fmt: skip
             path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should time run out
-        record["kernels"] = reached = kernels_run.result()
+        if kernels_run:
+            record["kernels"] = kernels_run.result()
         path.write_text(json.dumps(record, indent=1) + "\n")
     for result in record["sanitizer"]:
         said = ", ".join(sorted({str(part["summary"]) for part in result["processes"]}))
         most = max(part["seconds"] for part in result["processes"])
         verdict = "clean" if result["clean"] else "NOT CLEAN"
         print(f"{result['tool']:10} {verdict}, {result['calls']} of {result['of']} calls, {most} s: {said}")
-    others = reached.get("for_cards_without_clusters")
-    print(f"kernels: {reached['compiled']}, {others} for cards without clusters, {len(reached['missed'])} not reached")
-    print(*(f"  {name}" for name in reached["missed"]), sep="\n")
+    missed = []
+    if reached := record["kernels"]:
+        others, missed = reached.get("for_cards_without_clusters"), reached["missed"]
+        print(f"kernels: {reached['compiled']}, {others} for cards without clusters, {len(missed)} not reached")
+        print(*(f"  {name}" for name in missed), sep="\n")
     print(f"wrote {path}")
-    raise SystemExit(0 if all(result["clean"] for result in record["sanitizer"]) and not reached["missed"] else 1)
+    raise SystemExit(0 if all(result["clean"] for result in record["sanitizer"]) and not missed else 1)
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ struct RowRing {
     if (kBulk && threadIdx.x == 0) {
       barriers.zeros = {0, 0, 0, 0};
       for (int i = 0; i < kMaxDepth; ++i) {
-        init_barrier(full + 8 * i, 1);
-        init_barrier(full + kEmpty + 8 * i, kThreads * kRows / 32);
+        init_barrier(full + 8 * i, kWarpArrivals);
+        init_barrier(full + kEmpty + 8 * i, kThreads * kRows / 32 * kWarpArrivals);
       }
       fence_barrier_init();
     }
@@ -247,7 +247,11 @@ struct RowRing {
             copy_rest<scalar_t>(target, source, past, bytes, covered);
           });
         __syncwarp();
-        if (lane == 0) expect_bytes(full + 8 * stage, total);
+        if (lane == 0) {
+          expect_bytes(full + 8 * stage, total);
+        } else if (kWarpArrivals > 1) {
+          arrive_barrier(full + 8 * stage);
+        }
         __syncwarp();
         for_each_copy([&](unsigned target, const char* source, unsigned past, unsigned covered) {
           if (kAligned || covered > 0) copy_bulk(target, source - past, covered, full + 8 * stage);
@@ -346,8 +350,7 @@ struct RowRing {
   __device__ void release(const NormBackwardParams& params, const AddTo& add_to, int64_t first_col, int read,
                           int64_t next, int group, int rank, unsigned lanes) {
     if constexpr (kBulk) {
-      __syncwarp(lanes);
-      if (threadIdx.x % 32 == 0) arrive_barrier(full + kEmpty + 8 * read);
+      arrive_of_warp(full + kEmpty + 8 * read, lanes);
     } else {
       bring(params, add_to, first_col, next, group, rank, read);
     }
@@ -394,7 +397,7 @@ struct SumExchange {
       ready = shared_address(shared.ready[group]);
       if (threadIdx.x == 0) {
         for (int i = 0; i < kRows * kSlots; ++i)
-          init_barrier(shared_address(shared.ready[0]) + 8 * i, Plan::kClusters ? 1 : kWarps);
+          init_barrier(shared_address(shared.ready[0]) + 8 * i, Plan::kClusters ? 1 : kWarps * kWarpArrivals);
         fence_barrier_init();
       }
       for (int i = threadIdx.x; Plan::kClusters && i < kRows * kSlots * kCluster * kWarps; i += blockDim.x)
@@ -416,8 +419,7 @@ struct SumExchange {
       if (lane < blocks) send_to_peer(target, ready + 8 * slot, lane, both);
     } else {
       if (lane % 16 == 0) reinterpret_cast<T*>(target)[lane / 16] = half;
-      __syncwarp();
-      if (lane == 0) arrive_barrier(ready + 8 * slot);
+      arrive_of_warp(ready + 8 * slot);
     }
   }
   __device__ Pair<T> collect(int turn) {
@@ -729,6 +731,7 @@ cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Resi
     clusters = std::min(clusters, Plan::kBlocksPerSm) * facts.multiprocessors;
   }
   if (error != cudaSuccess) return error;
+  clusters = std::min(clusters, kMostClusters);
   residence = {depth, clusters};
   if (device < kDevices)
     known[device][cluster].store(static_cast<uint64_t>(depth) << 32 | static_cast<uint32_t>(clusters),

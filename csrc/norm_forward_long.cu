@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     for (int i = 0; i < Plan::kDepth; ++i) {
       init_barrier(claimed_at + 8 * i, 1);
       init_barrier(arrived_at + 8 * i, 1);
-      init_barrier(released_at + 8 * i, Row::kWarps);
+      init_barrier(released_at + 8 * i, Row::kWarps * kWarpArrivals);
     }
     for (int i = 0; i < kSlots; ++i) {
       init_barrier(summed_at + 8 * i, Row::kWarps);
@@ -297,8 +297,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
       } else {
         write(at, norm, y_index, std::false_type{}, std::true_type{});
       }
-      __syncwarp();
-      if (lane == 0) arrive_barrier(released_at + 8 * writing);
+      arrive_of_warp(released_at + 8 * writing);
       if (++writing == Plan::kDepth) writing = 0;
       ++written;
     }
@@ -319,7 +318,7 @@ int clusters_at_once(Kernel kernel, const DeviceFacts& facts, int threads, int b
                     static_cast<int>(attributes.sharedSizeBytes) + bytes <= facts.shared_bytes &&
                     allow_more(kernel, bytes, facts.max_cluster) == cudaSuccess &&
                     cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config) == cudaSuccess;
-  if (runs) return clusters;
+  if (runs) return std::min(clusters, kMostClusters);
   cudaGetLastError();  // the error of a question is nobody else's business
   return 0;
 }

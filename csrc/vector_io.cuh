@@ -401,6 +401,17 @@ __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned arrivals
 __device__ __forceinline__ void arrive_barrier(unsigned barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
+// Of a warp that is done one lane arrives, for all `lanes` of it. compute-sanitizer's racecheck does not follow that:
+// in a build for it every lane arrives, and few blocks are persistent, so that small problems use rings many times.
+#if defined(FLN_FOR_RACECHECK)
+constexpr int kWarpArrivals = 32, kMostClusters = 2;
+#else
+constexpr int kWarpArrivals = 1, kMostClusters = 1 << 30;
+#endif
+__device__ __forceinline__ void arrive_of_warp(unsigned barrier, unsigned lanes = 0xffffffffu) {
+  __syncwarp(lanes);
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) arrive_barrier(barrier);
+}
 __device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
 #define FLN_BARRIER_WAIT "mbarrier.try_wait.parity.shared.b64"

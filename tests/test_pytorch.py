@@ -771,6 +771,7 @@ def test_memory_of_a_side_stream_is_not_reused_early(device, op):
     inputs = make_inputs(case, device)
     expected = run(fused, case, inputs)["y"]
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # for the inputs
     kept = []
     for _ in range(30):
         with torch.cuda.stream(stream):
