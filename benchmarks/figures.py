@@ -32,8 +32,12 @@ def promises(record):
 
 
 def sanitizer(record):
-    tools = [f"{r['tool']} {'clean' if r['clean'] else 'NOT clean'} in {r['calls']} of {r['of']} calls"
-             for r in record["sanitizer"]]  # fmt: skip
+    tools = []
+    for result in record["sanitizer"]:
+        said = ", ".join(sorted({str(process["summary"]) for process in result["processes"]}))
+        aborted = sum(process["exit_status"] not in (0, 99) for process in result["processes"])  # 99: it reported
+        tools.append(f"{result['tool']} in {result['calls']} of {result['of']} calls: {said}")
+        tools[-1] += f" ({aborted} of {len(result['processes'])} processes aborted at their end)" if aborted else ""
     kernels = record["kernels"]
     if kernels and kernels["compiled"]:
         tools.append(f"{len(kernels['missed'])} of {kernels['compiled']} kernels not reached")
