@@ -460,18 +460,89 @@ void backward_rows(const NormBackwardParams& params, const void* weight, void* g
 
 // ---- the add stages -------------------------------------------------------------------------------------------------
 
+// Dropout's numbers of kLanes<float> octets of columns at once, a lane each.
+constexpr int kOctets = kLanes<float>;
+
+#if FLN_VECTOR_BYTES > 0
+typedef uint64_t Bits64 __attribute__((vector_size(FLN_VECTOR_BYTES)));
+
+// Of the lower halves of each 64 bits.
+FLN_INLINE Bits64 product_of_lower(Bits64 a, Bits64 b) {
+#if FLN_VECTOR_BYTES == 64
+  return (Bits64)_mm512_maskz_mul_epu32(0xff, (__m512i)a, (__m512i)b);
+#elif FLN_VECTOR_BYTES == 32
+  return (Bits64)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif FLN_X86_DISPATCH  // SSE2, which x86-64 always has
+  return (Bits64)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// Lanes with even and odd numbers by turns (little-endian, as all that this is compiled for).
+struct LaneProduct {
+  FLN_INLINE void operator()(uint32_t a, Bits32 b, Bits32& high, Bits32& low) const {
+    const Bits64 lower = Bits64{} + 0xffffffffu, factor = Bits64{} + a, lanes = bits_as<Bits64>(b);
+    const Bits64 even = product_of_lower(lanes, factor), odd = product_of_lower(lanes >> 32, factor);
+    low = bits_as<Bits32>((even & lower) | odd << 32);
+    high = bits_as<Bits32>(even >> 32 | (odd & ~lower));
+  }
+};
+#else
+typedef WordProduct LaneProduct;
+#endif
+
+#define FLN_ROUNDS_INLINE FLN_INLINE
+#include "philox_rounds.inl"
+#undef FLN_ROUNDS_INLINE
+
+// `value` where one of eight flags is set, else 0; as many as there is room for.
+template <class T>
+FLN_INLINE void write_flagged(uint32_t flags, T value, T* to, int64_t room) {
+#if FLN_VECTOR_BYTES > 0
+  if constexpr (sizeof(T) == 4) {
+    if (room >= 8) {
+      typedef uint32_t Eight __attribute__((vector_size(32)));
+      const Eight set = (Eight{} + flags) & Eight{1, 2, 4, 8, 16, 32, 64, 128};
+      const Eight chosen = set != 0 ? Eight{} + bits_as<uint32_t>(value) : Eight{};
+      memcpy(to, &chosen, sizeof(chosen));
+      return;
+    }
+  }
+#endif
+  for (int k = 0; k < 8 && k < room; ++k) to[k] = flags >> k & 1 ? value : T(0);
+}
+
+// For each column of a row, `value` where its element is kept, else 0.
+template <class T>
+FLN_INLINE void write_kept(const Dropout& dropout, int64_t row, int64_t n, T value, T* to) {
+  const uint64_t where = dropout_where(dropout.philox[1], row);
+  uint32_t first[kOctets];
+  for (int lane = 0; lane < kOctets; ++lane) first[lane] = static_cast<uint32_t>(lane);
+  Bits32 octet;
+  memcpy(&octet, first, sizeof(octet));
+  for (int64_t col = 0; col < n; col += 8 * kOctets, octet += kOctets) {
+    const auto words = FLN_ISA::philox_words(
+        static_cast<uint64_t>(dropout.philox[0]), octet, Bits32{} + static_cast<uint32_t>(row),
+        Bits32{} + static_cast<uint32_t>(where), Bits32{} + static_cast<uint32_t>(where >> 32), LaneProduct());
+    Bits32 flags = Bits32{};  // of a lane's columns, a bit each
+    for (int k = 0; k < 8; ++k) {
+      const Bits32 word = words.word[k % 4], number = k < 4 ? word : word << 16 | word >> 16;
+      flags |= number > dropout.most_dropped ? Bits32{} + (1u << k) : Bits32{};
+    }
+    uint32_t flags_of[kOctets];
+    memcpy(flags_of, &flags, sizeof(flags));
+    for (int lane = 0; lane < kOctets && col + 8 * lane < n; ++lane)
+      write_flagged(flags_of[lane], value, to + col + 8 * lane, n - col - 8 * lane);
+  }
+}
+
 // dropout_scale where an element of the row is kept, else 0. Null without dropout.
 template <class acc_t>
 FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int64_t n, void* memory) {
   if (!dropout.philox) return nullptr;
-  acc_t* scales = static_cast<acc_t*>(memory);
-  const acc_t scale = static_cast<acc_t>(dropout.scale);
-  for (int64_t col = 0; col < n; col += 8) {
-    const DropoutOctet numbers(dropout, row, col);
-    for (int k = 0; k < 8 && col + k < n; ++k)
-      scales[col + k] = numbers.number(k % 4, k >= 4) > dropout.most_dropped ? scale : 0;
-  }
-  return scales;
+  write_kept(dropout, row, n, static_cast<acc_t>(dropout.scale), static_cast<acc_t*>(memory));
+  return static_cast<const acc_t*>(memory);
 }
 
 // Makes one row of z.
@@ -502,10 +573,7 @@ void add_grad_row(const NormBackwardParams& params, int64_t row, const void* gra
 }
 
 void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
-  for (int64_t col = 0; col < n; col += 8) {
-    const DropoutOctet numbers(dropout, row, col);
-    for (int k = 0; k < 8 && col + k < n; ++k) keep[col + k] = numbers.number(k % 4, k >= 4) > dropout.most_dropped;
-  }
+  write_kept(dropout, row, n, uint8_t{1}, keep);
 }
 
 template <class acc_t, class to_t>

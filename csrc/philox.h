@@ -8,36 +8,23 @@
 
 namespace fused_layernorm {
 
-// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, 2011). Always inlined: norm_cpu.cpp compiles it for several
-// instruction sets, of which the linker must not pick one for all.
-struct PhiloxWords {
-  uint32_t word[4];
-};
+#define FLN_ROUNDS_INLINE FLN_PHILOX_INLINE
+#include "philox_rounds.inl"
+#undef FLN_ROUNDS_INLINE
 
-// By its own instruction: of 64-bit operands nvcc adds the product of the upper halves, 0, by one more.
-FLN_PHILOX_INLINE uint64_t wide_product(uint32_t a, uint32_t b) {
+struct WordProduct {
+  FLN_PHILOX_INLINE void operator()(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) const {
+    uint64_t product;
 #if defined(__CUDA_ARCH__)
-  uint64_t product;
-  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
-  return product;
+    // By its own instruction: of 64-bit operands nvcc adds the product of the upper halves, 0, by one more
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
 #else
-  return uint64_t{a} * b;
+    product = uint64_t{a} * b;
 #endif
-}
-
-FLN_PHILOX_INLINE PhiloxWords philox_words(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
-  uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = wide_product(0xD2511F53, c0), product1 = wide_product(0xCD9E8D57, c2);
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
-    c1 = static_cast<uint32_t>(product1);
-    c3 = static_cast<uint32_t>(product0);
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
+    high = static_cast<uint32_t>(product >> 32);
+    low = static_cast<uint32_t>(product);
   }
-  return {{c0, c1, c2, c3}};
-}
+};
 
 FLN_PHILOX_INLINE uint64_t dropout_where(int64_t offset, int64_t row) {
   return static_cast<uint64_t>(offset) ^ (static_cast<uint64_t>(row) >> 32);
@@ -48,12 +35,12 @@ FLN_PHILOX_INLINE uint64_t dropout_where(int64_t offset, int64_t row) {
 // upper half of a number is that of the threshold: each has exactly its probability, and for p from 2^-16 on their
 // correlation is below 2^-14.
 struct DropoutOctet {
-  PhiloxWords words;
+  PhiloxWords<uint32_t> words;
 
   // `where`: dropout_where(offset, row)
   FLN_PHILOX_INLINE DropoutOctet(int64_t seed, uint64_t where, uint32_t row, uint32_t octet)
       : words(philox_words(static_cast<uint64_t>(seed), octet, row, static_cast<uint32_t>(where),
-                           static_cast<uint32_t>(where >> 32))) {}
+                           static_cast<uint32_t>(where >> 32), WordProduct())) {}
   FLN_PHILOX_INLINE DropoutOctet(const Dropout& dropout, int64_t row, int64_t col)
       : DropoutOctet(dropout.philox[0], dropout_where(dropout.philox[1], row), static_cast<uint32_t>(row),
                      static_cast<uint32_t>(col / 8)) {}

@@ -679,7 +679,7 @@ def test_philox():
             assert found == (True, False), (function, k)
     for _ in range(4):
         philox = torch.randint(-(2**63), 2**63 - 1, (2,))
-        for shape in ((1, 1), (7, 41), (300, 64)):
+        for shape in ((1, 1), (7, 41), (300, 64), (5, 1003)):
             for p in (0.0, 1e-12, 0.4, 1.0):
                 mask = _ops.dropout_mask(philox, *shape, p)
                 assert torch.equal(mask, reference.dropout_mask(philox, *shape, p))
