@@ -264,7 +264,7 @@ def run_tool(tool, shard, until, folder):
     if tool == "memcheck":
         command += ["--padding", "64"]  # what lies just behind a tensor is nobody's
     if tool in ("racecheck", "synccheck"):
-        command += ["--num-cuda-barriers", "256"]  # in a block; found by itself it is too few, and reports are wrong
+        command += ["--num-cuda-barriers", "256"]  # in a block; its own count may be too low
     started = time.perf_counter()
     calls = [sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)]
     done = run(

@@ -8,6 +8,7 @@
 
 namespace fused_layernorm {
 
+// All inlined: norm_cpu.cpp compiles it for several instruction sets, of which the linker must not pick one for all.
 #define FLN_ROUNDS_INLINE FLN_PHILOX_INLINE
 #include "philox_rounds.inl"
 #undef FLN_ROUNDS_INLINE
