@@ -35,9 +35,10 @@ def sanitizer(record):
     tools = []
     for result in record["sanitizer"]:
         said = ", ".join(sorted({str(process["summary"]) for process in result["processes"]}))
-        aborted = sum(process["exit_status"] not in (0, 99) for process in result["processes"])  # 99: it reported
-        tools.append(f"{result['tool']} in {result['calls']} of {result['of']} calls: {said}")
-        tools[-1] += f" ({aborted} of {len(result['processes'])} processes aborted at their end)" if aborted else ""
+        statuses = [process["exit_status"] for process in result["processes"]]
+        ended = ", ".join(f"{statuses.count(status)} of {len(statuses)} processes ended with status {status}"
+                          for status in sorted({*statuses} - {0, 99}))  # fmt: skip  # 99: the tool reported something
+        tools.append(f"{result['tool']} in {result['calls']} of {result['of']} calls: {said}{ended and f' ({ended})'}")
     kernels = record["kernels"]
     if kernels and kernels["compiled"]:
         tools.append(f"{len(kernels['missed'])} of {kernels['compiled']} kernels not reached")

@@ -7,8 +7,8 @@
 #   promises   tests/test_reliability.py, which wants the card for itself
 # With as many cards as parts, all run at the same time, a card each; else one after the other. PARTS="fuzz training"
 # chooses; LIMIT=150 gives each part about so many seconds, and it records what it reached until then. Leaves
-# fuzz_*.json, sanitizer_*.json, racecheck_*.json, long_training_*.json and promises_*.json in the folder given (default:
-# benchmarks/output), and prints what they say.
+# fuzz_*.json, sanitizer_*.json, racecheck_*.json, long_training_*.json and promises_*.json in the folder given
+# (default: benchmarks/output), and prints what they say.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
@@ -38,15 +38,20 @@ part_fuzz() {
 }
 
 part_sanitizer() {
-  local failed=0
+  local failed=0 tree
+  tree=$(mktemp -d) # a copy, for racecheck's build
   python3 benchmarks/sanitize.py "$out" --seconds "$(limit_or_inf "$LIMIT")" || failed=1
-  tree=$(mktemp -d) # racecheck's build
   tar --exclude=./build --exclude=./benchmarks/output --exclude=./.git --exclude='*.so' -c . | tar -x -C "$tree"
-  (cd "$tree" && NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK FORCE_CUDA=1 python3 setup.py build_ext --inplace) \
-    > "$out/racecheck_build.log" 2>&1
-  (cd "$tree" && PYTHONPATH="$tree:$PYTHONPATH" python3 benchmarks/sanitize.py "$tree/found" --tools racecheck \
-    --processes 9 --seconds "$(limit_or_inf "$LIMIT")") || failed=1
-  mv "$tree"/found/* "$out"
+  if (cd "$tree" && NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK FORCE_CUDA=1 python3 setup.py build_ext --inplace) \
+    > "$out/racecheck_build.log" 2>&1; then
+    (cd "$tree" && PYTHONPATH="$tree:$PYTHONPATH" python3 benchmarks/sanitize.py "$tree/found" --tools racecheck \
+      --processes 9 --seconds "$(limit_or_inf "$LIMIT")") || failed=1
+    mv "$tree"/found/* "$out"
+  else
+    tail -n 30 "$out/racecheck_build.log"
+    failed=1
+  fi
+  rm -rf "$tree"
   (cd "$out" && tar --remove-files -czf sanitizer_logs.tar.gz sanitizer_*.log racecheck_build.log)
   return $failed
 }

@@ -139,7 +139,7 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
 
     philox holds two int64, seed and offset. Word k of Philox4x32-10 with key seed and counter (octet, row, offset) is
     the number of column 8 * octet + k, with its halves exchanged that of column 8 * octet + 4 + k; an element is kept
-    where its number is at least dropout_p * 2^32.
+    where its number is at least dropout_p * 2^32 (and, with a dropout_p above 0, at least 1).
     """
     low = 0xFFFFFFFF
     seed, offset = philox.unbind()
