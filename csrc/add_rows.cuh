@@ -1,5 +1,5 @@
-// The add stages (AddStage, AddGradStage in norm_params.h) as template arguments of the kernels, dropout, and
-// arithmetic that rounds the same way everywhere.
+// What is fused with a norm (AddStage, AddGradStage, AfterNorm in norm_params.h) as template arguments of the kernels,
+// dropout, and arithmetic that rounds the same way everywhere.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,6 +30,12 @@ struct Add : AddStage {};
 template <typename x>
 struct AddGrad : AddGradStage {};
 
+// What comes after the norm; x's type is the kernel's.
+template <typename x>
+struct After : AfterNorm {};
+template <typename x>
+struct AfterGrad : AfterNorm {};
+
 template <typename Stage, typename scalar_t>
 struct TypeOfX {
   using type = scalar_t;
@@ -45,7 +51,11 @@ struct TypeOfX<AddGrad<x>, scalar_t> {
 template <typename Stage, typename scalar_t>
 using x_type = typename TypeOfX<Stage, scalar_t>::type;
 template <typename Stage>
-constexpr bool kAdds = !std::is_same<Stage, NoAdd>::value;
+constexpr bool kIsFused = !std::is_same<Stage, NoAdd>::value;
+template <typename Stage>
+constexpr bool kAdds = std::is_base_of<AddStage, Stage>::value || std::is_base_of<AddGradStage, Stage>::value;
+template <typename Stage>
+constexpr bool kHasAfter = std::is_base_of<AfterNorm, Stage>::value;
 
 // Dropout of the elements of one row, which are of the accumulation type.
 template <typename T>

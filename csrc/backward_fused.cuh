@@ -1,6 +1,7 @@
 // Backward's strategy "fused": persistent blocks walk over rows. norm_backward.cu has the formulas.
 #pragma once
 
+#include "activation.cuh"
 #include "add_rows.cuh"
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
@@ -431,7 +432,7 @@ struct SumExchange {
   }
 };
 
-// AddTo: NoAdd, or an AddGrad, with which weight may also be fp32 whatever weight_t.
+// AddTo: NoAdd, or an AddGrad or AfterGrad, with which weight may also be fp32 whatever weight_t.
 template <typename scalar_t, typename weight_t, typename Plan, typename AddTo>
 __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
@@ -468,13 +469,23 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     ring.ask_for_all(params, add_to, slice);
   } else {
     acc_t weight[kVecs][kVec];
+    [[maybe_unused]] acc_t bias[kHasAfter<AddTo> ? kVecs : 1][kVec];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int64_t at = slice.first_parameter + column_of(v);
-      if (kAdds<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
-        load_weight<float>(weight[v], params, at, elements_of(v));
+      const auto load = [&](auto type) {
+        using T = decltype(type);
+        load_weight<T>(weight[v], params, at, elements_of(v));
+        if constexpr (kHasAfter<AddTo>) {
+          RawVec<T, kVec> raw = zero_vec<T, kVec>();
+          if (params.bias && elements_of(v) > 0) raw = load_vec<T, kVec>(static_cast<const T*>(params.bias) + at);
+          unpack(raw, bias[v]);
+        }
+      };
+      if (kIsFused<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
+        load(float{});
       } else {
-        load_weight<weight_t>(weight[v], params, at, elements_of(v));
+        load(weight_t{});
       }
 #pragma unroll
       for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
@@ -528,13 +539,39 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         held.for_each(f);
       }
     };
-    // Sums along the row, and this row's part of the sums along the columns
-    const auto add_up = [&](const RowStats<scalar_t>& stats, auto x_vec, auto grad_vec) {
+    // Sums along the row, and this row's part of the sums along the columns. Where something came after the norm,
+    // `keep` is given the norm's gradient, rounded as the sums see it, in the place of y's.
+    const auto add_up = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, auto x_vec, auto grad_vec,
+                            [[maybe_unused]] auto keep) {
       Pair<acc_t> sums{0, 0};
+      [[maybe_unused]] const auto dropout = [&] {
+        if constexpr (kHasAfter<AddTo>)
+          return RowDropout<acc_t>(add_to.dropout, row);
+        else
+          return NoAdd{};
+      }();
       for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec];
-        unpack(x_vec(v, whole), x);
+        RawVec<scalar_t, kVec> x_of[1] = {x_vec(v, whole)};
         unpack(grad_vec(v, whole), grad);
+        if constexpr (kHasAfter<AddTo>) {
+          int col = column_of(v);
+          asm volatile("" : "+r"(col));  // what follows from it is made anew: kept for each vector, it would spill
+          if (add_to.dropout.philox) dropout.apply(grad, slice.first_col + col);
+          if (add_to.activation != Activation::kNone) {
+            acc_t norm[kVec];
+            unpack(x_of[0], norm);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i)
+              norm[i] = fma(mul(stats.centered(norm[i]), stats.rstd), weight[v][i], bias[v][i]);
+            activate_backward<sizeof(x_t) == 2>(grad, norm, add_to.activation);
+            forget(x_of);
+          }
+          const RawVec<x_t, kVec> rounded = pack<x_t>(grad);
+          keep(v, rounded);
+          unpack(rounded, grad);
+        }
+        unpack(x_of[0], x);
         add_to_row(sums, stats, x, grad, weight[v]);
         add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
       });
@@ -564,7 +601,9 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           if (add_to.dropout.philox) dropout.apply(values, slice.first_col + column_of(v));
           store_vec_if(is_there && params.grad_input, grad_input + v * kThreads * kVec, values);
         } else if constexpr (kAligned) {
-          store_vec_if(elements_of(v) > 0, grad_input + v * kThreads * kVec, values);
+          // Without an add or after stage it is for who wants grad_input
+          store_vec_if(elements_of(v) > 0 && (!kHasAfter<AddTo> || params.grad_input), grad_input + v * kThreads * kVec,
+                       values);
         } else {
 #pragma unroll
           for (int i = 0; i < kVec; ++i)
@@ -593,10 +632,11 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         ring.release(params, add_to, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
                      lanes_at_work(row));
         ring.next_stage();
-        const Pair<acc_t> sums =
-            row_sum<Row>(add_up(
-                             stats, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; }),
-                         scratch[turn]);
+        const Pair<acc_t> sums = row_sum<Row>(
+            add_up(
+                stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+                [&](int v, const RawVec<x_t, kVec>& rounded) { grad_raw[v] = rounded; }),
+            scratch[turn]);
         forget(x_raw);
         forget(grad_raw);
         store(
@@ -605,15 +645,24 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       }
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
-      // its stage again. Nothing of it stays in registers, so that a thread can hold more columns.
+      // its stage again. Nothing of it stays in registers, so that a thread can hold more columns; but for the norm's
+      // gradient where something came after: put back into the stage, it would have to be fenced from the copy engine
+      // in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for 209).
       int turn = 0;
+      constexpr int kKept = kHasAfter<AddTo> ? kVecs : 1;
+      [[maybe_unused]] RawVec<x_t, kVec> kept[kKept], made[kKept];
       const auto finish = [&] {
         const int behind = ring.stage == 0 ? depth - 1 : ring.stage - 1;
         const auto entry = ring.entry(params, behind, row - slice.row_step, group);
         store(
             ring.stats(params, entry, behind, row - slice.row_step, group), row - slice.row_step,
             exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
-            [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+            [&](int v, auto whole) {
+              if constexpr (kHasAfter<AddTo>)
+                return kept[v];
+              else
+                return read_grad(entry.grad, v, whole);
+            },
             [&](int v, auto whole) { return read_skip(entry.residual, v, whole); });
         ring.release(params, add_to, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank,
                      0xffffffffu);
@@ -623,10 +672,14 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         ring.wait_full();
         const auto entry = ring.entry(params, ring.stage, row, group);
         exchange.share(turn, add_up(
-                                 ring.stats(params, entry, ring.stage, row, group),
+                                 ring.stats(params, entry, ring.stage, row, group), row,
                                  [&](int v, auto whole) { return read(entry.x, v, whole); },
-                                 [&](int v, auto whole) { return read_grad(entry.grad, v, whole); }));
+                                 [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+                                 [&](int v, const RawVec<x_t, kVec>& rounded) { made[v] = rounded; }));
         if (turn > 0) finish();
+        if constexpr (kHasAfter<AddTo>)
+#pragma unroll
+          for (int v = 0; v < kVecs; ++v) kept[v] = made[v];
         ring.next_stage();
       }
       if (turn > 0) finish();

@@ -4,6 +4,7 @@
 
 #include "activation.cuh"
 #include "add_rows.cuh"
+#include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
 #include "norm_params.h"
@@ -34,6 +35,8 @@ struct Stage {
       init_barrier(this->barrier, 1);
       fence_barrier_init();
     }
+    // Where several lanes begin a barrier in one instruction, racecheck takes the last of them to have begun them all
+    if (kBulk && kForRacecheck) Row::barrier();
   }
 
   // Reads the aligned 16 bytes that cover `elements` elements, but nothing from `end` on; returns where the first of
@@ -96,7 +99,7 @@ struct Stage {
     const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
     T* first = target - past;
     const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
-    if constexpr (kBulk) fence_bulk_store();
+    if constexpr (kBulk) fence_engine();
     Row::barrier();
     if constexpr (kBulk) {
       if (rank == 0 && begin < end)
@@ -180,26 +183,9 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-template <typename T, int kVec>
-struct Several {
-  T of[kVec];
-};
-
-// What an Add's store stage does to one vector, by true calls: inlined at every vector, activations kept the compiler
-// busy for minutes, and random numbers were most of the kernel's code.
-template <int kVec, typename T>
-__device__ __noinline__ Several<T, kVec> activated(Several<T, kVec> values, Activation activation) {
-  activate(values.of, activation);
-  return values;
-}
-template <int kVec, typename T>
-__device__ __noinline__ Several<T, kVec> dropped(Several<T, kVec> values, RowDropout<T> dropout, int col) {
-  dropout.apply(values.of, col);
-  return values;
-}
-
-// The store stage of one row of an Add.
-template <typename T>
+// The store stage of one row of an After. A branch for each vector costs the compiler less than a loop for each
+// activation, and true calls cost the kernel 5% (H200, bf16).
+template <typename T, bool kQuick>
 struct AfterRow {
   Activation activation;
   RowDropout<T> dropout;
@@ -210,13 +196,8 @@ struct AfterRow {
 
   template <int kVec>
   __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
-    Several<T, kVec> several;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) several.of[i] = values[i];
-    if (activation != Activation::kNone) several = activated(several, activation);
-    if (drops) several = dropped(several, dropout, col);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = several.of[i];
+    if (activation != Activation::kNone) activate<kQuick>(values, activation);
+    if (drops) dropout.apply(values, col);
   }
 };
 
@@ -225,7 +206,7 @@ struct AfterRow {
 template <typename scalar_t, bool kEager>
 using ForwardParams = std::conditional_t<kEager, PlainForwardParams<scalar_t>, NormForwardParams>;
 
-// AddTo: NoAdd, or an Add, with which weight may also be fp32 whatever weight_t.
+// AddTo: NoAdd, or an Add or After, with which weight may also be fp32 whatever weight_t.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename AddTo>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
@@ -256,7 +237,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   // three bits, of many more than 16-bit results can show.
   constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
 
-  static_assert(!kAdds<AddTo> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  static_assert(!kIsFused<AddTo> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
   // Which row, and which slice of it: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
@@ -277,7 +258,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
-  if constexpr (kEager || kAdds<AddTo>) wait_for_previous_kernel();
+  if constexpr (kEager || kIsFused<AddTo>) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count) {
     return load_parameter<kVec>(weight, count, params.weight, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
@@ -415,10 +396,10 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   if constexpr (kWidenAnew<Plan>) forget(raw);
   const int64_t y_row = row * params.hidden_size + slice_col;
   const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
-  const bool same_dtype = kAdds<AddTo> || params.y_dtype == dtype_of<x_t>;
+  const bool same_dtype = kIsFused<AddTo> || params.y_dtype == dtype_of<x_t>;
   const auto after = [&] {
-    if constexpr (kAdds<AddTo>)
-      return AfterRow<acc_t>(add_to.after, row);
+    if constexpr (kHasAfter<AddTo>)
+      return AfterRow<acc_t, sizeof(x_t) == 2>(add_to, row);
     else
       return NoAdd{};
   }();
@@ -454,9 +435,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-        if constexpr (kAdds<AddTo>) {
-          if (add_to.after.is_there()) after.apply(values, slice_col + own + skip);
-        }
+        if constexpr (kHasAfter<AddTo>) after.apply(values, slice_col + own + skip);
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
         } else if constexpr (kStaged) {
@@ -470,22 +449,39 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
-      // An add stage leaves time for an addition of 0, and halves its code by it
-      if (kEager || (!kAdds<AddTo> && same_dtype && weight_offset == 0)) {
+      // What is fused leaves time for an addition of 0, and halves its code by it
+      if (kEager || (!kIsFused<AddTo> && same_dtype && weight_offset == 0)) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
       }
     };
-    if constexpr (kAdds<AddTo> && sizeof(weight_t) == 2) {
+    if constexpr (kIsFused<AddTo> && sizeof(weight_t) == 2) {
       if (params.weight_dtype == DType::kFloat32) {
-        store_by(static_cast<const float*>(params.weight) + parameter_at(),
-                 static_cast<const float*>(params.bias) + parameter_at());
+        const int64_t at = weight - static_cast<const weight_t*>(params.weight);  // parameter_at() anew spilled
+        store_by(static_cast<const float*>(params.weight) + at, static_cast<const float*>(params.bias) + at);
         continue;
       }
     }
     store_by(weight, bias);
   }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// With an Add or After, by the plans for them.
+template <typename scalar_t, typename x_t, typename Stage>
+cudaError_t launch_fused_forward(const NormForwardParams& params, const Stage& stage, cudaStream_t stream) {
+  return dispatch_plan<AddLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
+    using Plan = decltype(plan);
+    constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+    const auto blocks = static_cast<unsigned>((params.rows + kRows - 1) / kRows);
+    // Only a launch of few blocks gains by overlap
+    OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
+    if (blocks > kEagerBlocks<Plan>) launch.config.numAttrs = 0;
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>, params,
+                              inverse_of<float>(params.hidden_size), stage);
+  });
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The norm of z = residual + dropout(gate * x), forward: as one kernel, or, for types and sizes that
-// has_add_stage_cuda() says no to, as one that makes z, the plain norm of it, and one for what comes after the norm
-// (norm_after.cu). And two operations on their own: from the gradient of z to those of x and residual, for backward,
-// and dropout's mask.
+// has_add_stage_cuda() says no to, as one that makes z and the plain norm of it. And two operations on their own: from
+// the gradient of z to those of x and residual, for backward, and dropout's mask.
 #include "dispatch.cuh"
 #include "elementwise.cuh"
 #include "forward_kernel.cuh"
@@ -79,27 +78,8 @@ template <typename F>
 cudaError_t dispatch_add(const NormForwardParams& params, F&& f) {
   const AddStage& stage = *params.add;
   const DType x = params.x_dtype, z = stage.residual_out_dtype;
-  const bool whole = params.hidden_size % (16 / dtype_bytes(x)) == 0;  // rows of x, which are the shorter
-  if (!whole || is_long_row(z, params.hidden_size) || params.y_dtype != x ||
-      (stage.residual && stage.residual_dtype != z))
-    return cudaErrorNotSupported;
+  if (!has_fused_plan(params, z) || (stage.residual && stage.residual_dtype != z)) return cudaErrorNotSupported;
   return dispatch_add_types(x, z, f);
-}
-
-template <typename x_t, typename scalar_t>
-cudaError_t launch_add(const NormForwardParams& params, cudaStream_t stream) {
-  Add<x_t> add_to;
-  static_cast<AddStage&>(add_to) = *params.add;
-  return dispatch_plan<AddLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
-    using Plan = decltype(plan);
-    constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-    const auto blocks = static_cast<unsigned>((params.rows + kRows - 1) / kRows);
-    // Only a launch of few blocks gains by overlap
-    OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
-    if (blocks > kEagerBlocks<Plan>) launch.config.numAttrs = 0;
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Add<x_t>>, params,
-                              inverse_of<float>(params.hidden_size), add_to);
-  });
 }
 
 NormForwardParams norm_of_z(const NormForwardParams& params) {
@@ -124,7 +104,9 @@ int64_t add_forward_workspace(const NormForwardParams& params) {
 
 cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t stream) {
   const cudaError_t launched = dispatch_add(params, [&](auto types) {
-    return launch_add<typename decltype(types)::scalar_t, typename decltype(types)::weight_t>(params, stream);
+    using x_t = typename decltype(types)::scalar_t;
+    using scalar_t = typename decltype(types)::weight_t;
+    return launch_fused_forward<scalar_t, x_t>(params, Add<x_t>{*params.add}, stream);
   });
   if (launched != cudaErrorNotSupported) return launched;
   const bool is_double = params.x_dtype == DType::kFloat64;
@@ -132,10 +114,8 @@ cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t str
   if (params.add->residual_out)
     error = launch_quads(is_double ? add_kernel<double> : add_kernel<float>, params.rows, params.hidden_size, stream,
                          params, *params.add);
-  const NormForwardParams norm = norm_of_z(params);
-  if (error == cudaSuccess) error = static_cast<cudaError_t>(launch_norm_forward_cuda(norm, stream));
-  if (error != cudaSuccess || !params.add->after.is_there()) return error;
-  return launch_after_norm(norm, params.add->after, stream);
+  if (error != cudaSuccess) return error;
+  return static_cast<cudaError_t>(launch_norm_forward_cuda(norm_of_z(params), stream));
 }
 
 cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream) {

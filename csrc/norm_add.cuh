@@ -19,17 +19,25 @@ cudaError_t dispatch_add_types(DType x, DType z, F&& f) {
   return cudaErrorNotSupported;
 }
 
+// Whether plans of forward for what is fused hold such rows, z of this type: rows of x, the shorter ones, of whole 16
+// bytes, that are not long.
+inline bool has_fused_plan(const NormForwardParams& params, DType z) {
+  return params.hidden_size % (16 / dtype_bytes(params.x_dtype)) == 0 && !is_long_row(z, params.hidden_size) &&
+         params.y_dtype == params.x_dtype;
+}
+
 // norm_add.cu
 int64_t add_forward_workspace(const NormForwardParams& params);
 cudaError_t launch_add_forward(const NormForwardParams& params, cudaStream_t stream);
 // From the gradient of the norm alone, contiguous and of params.x_dtype.
 cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_norm, cudaStream_t stream);
 
-// norm_after.cu; over the y that the norm has written
-cudaError_t launch_after_norm(const NormForwardParams& norm, const AfterNorm& after, cudaStream_t stream);
+// norm_after.cu
+int64_t after_forward_workspace(const NormForwardParams& params);
+cudaError_t launch_after_forward(const NormForwardParams& params, cudaStream_t stream);
 
-// norm_add_backward.cu
-int64_t add_backward_workspace(const NormBackwardParams& params);
-cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t stream);
+// norm_add_backward.cu; of params.add or params.after
+int64_t fused_backward_workspace(const NormBackwardParams& params);
+cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -1,6 +1,6 @@
-// Backward of the norm of z = residual + dropout(x): as one kernel and the sum of its partial weight gradients, or, for
-// types and sizes that has_add_stage_cuda() says no to, as the plain norm's backward, rounded to z's type, and an
-// operation on that.
+// Backward with what is fused: of the norm of z = residual + dropout(x), as one kernel and the sum of its partial
+// weight gradients, or, for types and sizes that has_add_stage_cuda() says no to, as the plain norm's backward, rounded
+// to z's type, and an operation on that. And of dropout(activation(norm)), as one kernel where has_after_stage_cuda().
 #include "backward_fused.cuh"
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
@@ -11,40 +11,72 @@
 namespace fused_layernorm {
 namespace {
 
-struct AddGradLaunch {
+struct FusedLaunch {
   int cluster, depth, running;  // blocks that share a row, stages of the ring, clusters at once
 };
 
 // Calls f(Types<x, z>{}, plan, launch) where a kernel has the stage: by types, hidden_size and card, not by the number
 // of rows, so that a row's gradients are the same bits whatever the batch, nor by which gradients are wanted, but for a
 // grad_residual that is not of z's type: what type residual has is not known where its gradient is not wanted.
-template <typename F>
-cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
-  const AddGradStage& stage = *params.add;
-  const DType x = stage.grad_input_dtype, z = params.x_dtype;
-  if (stage.grad_output_dtype != x || (stage.grad_residual && stage.grad_residual_dtype != z) ||
-      params.rows > kFusedMaxRows || params.segments > kMaxFusedSegments ||
+template <template <typename> class Stage, typename F>
+cudaError_t dispatch_stage(const NormBackwardParams& params, DType x, F&& f) {
+  if (params.rows > kFusedMaxRows || params.segments > kMaxFusedSegments ||
       params.hidden_size % (16 / dtype_bytes(x)) != 0)
     return cudaErrorNotSupported;
   int device = 0;
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
   if (error != cudaSuccess) return error;
-  return dispatch_add_types(x, z, [&](auto types) {
+  return dispatch_add_types(x, params.x_dtype, [&](auto types) {
     using x_t = typename decltype(types)::scalar_t;
     using scalar_t = typename decltype(types)::weight_t;
-    return dispatch_plan<AddGradLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
-      using Plan = decltype(plan);
-      const int64_t vec_count = params.hidden_size / Plan::kVec;
-      const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
-      if (vec_count > static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs) return cudaErrorNotSupported;
-      Residence residence;
-      const cudaError_t error = residence_of<scalar_t, x_t, Plan, AddGrad<x_t>>(device, facts, cluster, residence);
-      if (error != cudaSuccess) return error;
-      if (residence.clusters == 0) return cudaErrorNotSupported;
-      return f(types, plan, AddGradLaunch{cluster, residence.depth, running_clusters<Plan>(params, residence)});
-    });
+    if constexpr (kHasAfter<Stage<x_t>> && !std::is_same<x_t, scalar_t>::value) {
+      return cudaErrorNotSupported;
+    } else {
+      using LadderOf = std::conditional_t<kHasAfter<Stage<x_t>>, AfterGradLadder<scalar_t>, AddGradLadder<scalar_t>>;
+      return dispatch_plan<LadderOf>(params.hidden_size, facts.max_cluster, [&](auto plan) {
+        using Plan = decltype(plan);
+        const int64_t vec_count = params.hidden_size / Plan::kVec;
+        const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
+        if (vec_count > static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs) return cudaErrorNotSupported;
+        Residence residence;
+        const cudaError_t error = residence_of<scalar_t, x_t, Plan, Stage<x_t>>(device, facts, cluster, residence);
+        if (error != cudaSuccess) return error;
+        if (residence.clusters == 0) return cudaErrorNotSupported;
+        return f(types, plan, FusedLaunch{cluster, residence.depth, running_clusters<Plan>(params, residence)});
+      });
+    }
   });
+}
+
+template <typename F>
+cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
+  const AddGradStage& stage = *params.add;
+  const DType x = stage.grad_input_dtype;
+  if (stage.grad_output_dtype != x || (stage.grad_residual && stage.grad_residual_dtype != params.x_dtype))
+    return cudaErrorNotSupported;
+  return dispatch_stage<AddGrad>(params, x, f);
+}
+
+// `stage`: what the kernel is told, but for its type.
+template <template <typename> class Stage, typename Types, typename Plan, typename Told>
+cudaError_t launch_stage(Types, Plan, const NormBackwardParams& params, const Told& stage, const FusedLaunch& launch,
+                         cudaStream_t stream) {
+  using x_t = typename Types::scalar_t;
+  using scalar_t = typename Types::weight_t;
+  const ClusterLaunch persistent(launch.running * launch.cluster, kFusedThreads<Plan>,
+                                 launch.depth * RowRing<scalar_t, Plan, Stage<x_t>>::kStageBytes, launch.cluster,
+                                 stream);
+  const cudaError_t error =
+      cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, x_t, Plan, Stage<x_t>>, params,
+                         inverse_of<float>(params.hidden_size), launch.depth, Stage<x_t>{stage});
+  if (error != cudaSuccess || !(params.grad_weight || params.grad_bias)) return error;
+  return launch_backward_finalize(params, launch.running, stream);
+}
+
+int64_t partials_bytes(const NormBackwardParams& params, const FusedLaunch& launch) {
+  if (!params.grad_weight && !params.grad_bias) return 0;
+  return static_cast<int64_t>(launch.running) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(float));
 }
 
 // ---- as the plain norm's -------------------------------------------------------------------------------------------
@@ -71,35 +103,38 @@ int64_t gradient_bytes(const NormBackwardParams& params) {
 }  // namespace
 
 bool has_add_stage_cuda(const NormBackwardParams& params) {
-  return dispatch_add_grad(params, [](auto, auto, const AddGradLaunch&) { return cudaSuccess; }) == cudaSuccess;
+  return dispatch_add_grad(params, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
 }
 
-int64_t add_backward_workspace(const NormBackwardParams& params) {
+bool has_after_stage_cuda(const NormBackwardParams& params) {
+  return dispatch_stage<AfterGrad>(params, params.x_dtype,
+                                   [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
+}
+
+int64_t fused_backward_workspace(const NormBackwardParams& params) {
   int64_t bytes = 0;
-  const cudaError_t found = dispatch_add_grad(params, [&](auto, auto, const AddGradLaunch& launch) {
-    if (params.grad_weight || params.grad_bias)
-      bytes = static_cast<int64_t>(launch.running) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(float));
+  const auto ask = [&](auto, auto, const FusedLaunch& launch) {
+    bytes = partials_bytes(params, launch);
     return cudaSuccess;
-  });
-  return found == cudaSuccess ? bytes : gradient_bytes(params) + norm_backward_workspace_cuda(norm_of_z(params));
+  };
+  if (params.after) {
+    dispatch_stage<AfterGrad>(params, params.x_dtype, ask);
+    return bytes;
+  }
+  if (dispatch_add_grad(params, ask) == cudaSuccess) return bytes;
+  return gradient_bytes(params) + norm_backward_workspace_cuda(norm_of_z(params));
 }
 
-cudaError_t launch_add_backward(const NormBackwardParams& params, cudaStream_t stream) {
-  const cudaError_t launched = dispatch_add_grad(params, [&](auto types, auto plan, const AddGradLaunch& launch) {
-    using x_t = typename decltype(types)::scalar_t;
-    using scalar_t = typename decltype(types)::weight_t;
-    using Plan = decltype(plan);
-    AddGrad<x_t> add_to;
-    static_cast<AddGradStage&>(add_to) = *params.add;
-    if (!params.grad_input && !add_to.grad_residual) add_to.grad_residual_out = nullptr;  // nobody reads it
-    const ClusterLaunch persistent(launch.running * launch.cluster, kFusedThreads<Plan>,
-                                   launch.depth * RowRing<scalar_t, Plan, AddGrad<x_t>>::kStageBytes, launch.cluster,
-                                   stream);
-    const cudaError_t error =
-        cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, x_t, Plan, AddGrad<x_t>>, params,
-                           inverse_of<float>(params.hidden_size), launch.depth, add_to);
-    if (error != cudaSuccess || !(params.grad_weight || params.grad_bias)) return error;
-    return launch_backward_finalize(params, launch.running, stream);
+cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream) {
+  if (params.after) {
+    return dispatch_stage<AfterGrad>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
+      return launch_stage<AfterGrad>(types, plan, params, *params.after, launch, stream);
+    });
+  }
+  const cudaError_t launched = dispatch_add_grad(params, [&](auto types, auto plan, const FusedLaunch& launch) {
+    AddGradStage told = *params.add;
+    if (!params.grad_input && !told.grad_residual) told.grad_residual_out = nullptr;  // nobody reads it
+    return launch_stage<AddGrad>(types, plan, params, told, launch, stream);
   });
   if (launched != cudaErrorNotSupported) return launched;
 

@@ -1,8 +1,13 @@
-// What comes after a norm, as operations of their own, from x and the statistics that forward saved: y, where the
-// norm's kernel has no store stage; the gradient of the norm from that of y; and x - mean from y.
+// Forward with what comes after the norm: as one kernel, or as the plain norm and an operation over its y. And
+// operations on their own, from what forward was told and saved: the gradient of the norm from that of y, where
+// backward's kernel has no such stage (has_after_stage_cuda), and x - mean from y.
 #include "activation.cuh"
 #include "add_rows.cuh"
+#include "dispatch.cuh"
 #include "elementwise.cuh"
+#include "forward_kernel.cuh"
+#include "forward_rows.cuh"
+#include "launch_plan.h"
 #include "norm_add.cuh"
 #include "norm_params.h"
 #include "vector_io.cuh"
@@ -43,7 +48,7 @@ struct NormAgain {
   }
 };
 
-// Where the norm's kernel has no store stage: over the y that it has written.
+// Over the y that the norm has written.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     after_norm_kernel(const __grid_constant__ NormForwardParams params, const __grid_constant__ AfterNorm after) {
@@ -51,7 +56,7 @@ __global__ void __launch_bounds__(kQuadThreads)
     return [&, col, count, norm = NormAgain<acc_t>(params, col, count)](int64_t row) {
       acc_t values[8];
       norm(values, row);
-      activate(values, after.activation);
+      activate<false>(values, after.activation);
       if (after.dropout.philox) RowDropout<acc_t>(after.dropout, row).apply(values, col);
       store_columns(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
     };
@@ -68,7 +73,7 @@ __global__ void __launch_bounds__(kQuadThreads)
       load_vec_as<8>(grad, after.grad_output, params.y_dtype, after.grad_output_strides.offset(row) + col, count);
       if (after.after.activation != Activation::kNone) norm(values, row);
       if (after.after.dropout.philox) RowDropout<acc_t>(after.after.dropout, row).apply(grad, col);
-      if (after.after.activation != Activation::kNone) activate_backward(grad, values, after.after.activation);
+      if (after.after.activation != Activation::kNone) activate_backward<false>(grad, values, after.after.activation);
       store_columns(after.grad, params.y_dtype, row * params.hidden_size + col, grad, count);
     };
   });
@@ -91,11 +96,43 @@ __global__ void __launch_bounds__(kQuadThreads) recover_kernel(const __grid_cons
   });
 }
 
+// Calls f(x's type) where the norm's kernel has the stage.
+template <typename F>
+cudaError_t dispatch_after(const NormForwardParams& params, F&& f) {
+  const DType x = params.x_dtype;
+  if (!has_fused_plan(params, x)) return cudaErrorNotSupported;
+  return dispatch_add_types(x, x, [&](auto types) {
+    using Of = decltype(types);
+    if constexpr (std::is_same<typename Of::scalar_t, typename Of::weight_t>::value)
+      return f(typename Of::scalar_t{});
+    else
+      return cudaErrorNotSupported;
+  });
+}
+
+NormForwardParams only_norm(NormForwardParams params) {
+  params.after = nullptr;
+  return params;
+}
+
 }  // namespace
 
-cudaError_t launch_after_norm(const NormForwardParams& norm, const AfterNorm& after, cudaStream_t stream) {
+int64_t after_forward_workspace(const NormForwardParams& params) {
+  if (dispatch_after(params, [](auto) { return cudaSuccess; }) == cudaSuccess) return 0;
+  return norm_forward_workspace_cuda(only_norm(params));
+}
+
+cudaError_t launch_after_forward(const NormForwardParams& params, cudaStream_t stream) {
+  const cudaError_t launched = dispatch_after(params, [&](auto type) {
+    using scalar_t = decltype(type);
+    return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t>{*params.after}, stream);
+  });
+  if (launched != cudaErrorNotSupported) return launched;
+  const NormForwardParams norm = only_norm(params);
+  const cudaError_t error = static_cast<cudaError_t>(launch_norm_forward_cuda(norm, stream));
+  if (error != cudaSuccess) return error;
   const auto kernel = norm.x_dtype == DType::kFloat64 ? after_norm_kernel<double> : after_norm_kernel<float>;
-  return launch_eights(kernel, norm, stream, after);
+  return launch_eights(kernel, norm, stream, *params.after);
 }
 
 int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after,

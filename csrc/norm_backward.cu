@@ -356,7 +356,7 @@ cudaError_t launch_backward_finalize(const NormBackwardParams& params, int parti
 }
 
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
-  if (params.add) return add_backward_workspace(params);
+  if (params.add || params.after) return fused_backward_workspace(params);
   if (goes_by_segments(params)) return norm_backward_workspace_cuda(BackwardSegment(params, 0));
   if (is_huge_backward(params)) return backward_huge_workspace(params);
   int64_t bytes = 0;
@@ -369,7 +369,7 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
 }
 
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream) {
-  if (params.add) return launch_add_backward(params, stream);
+  if (params.add || params.after) return launch_fused_backward(params, stream);
   if (goes_by_segments(params)) {
     for (int segment = 0; segment < params.segments; ++segment) {
       const int launched = launch_norm_backward_cuda(BackwardSegment(params, segment), stream);

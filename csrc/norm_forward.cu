@@ -18,12 +18,14 @@ namespace fused_layernorm {
 
 int64_t norm_forward_workspace_cuda(const NormForwardParams& params) {
   if (params.add) return add_forward_workspace(params);
+  if (params.after) return after_forward_workspace(params);
   if (is_huge_forward(params)) return forward_huge_workspace(params);
   return is_long_row(params.x_dtype, params.hidden_size) ? kRowCounterBytes : 0;
 }
 
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream) {
   if (params.add) return launch_add_forward(params, stream);
+  if (params.after) return launch_after_forward(params, stream);
   int device = 0;
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);

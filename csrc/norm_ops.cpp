@@ -256,6 +256,12 @@ void point_to_stats(Params& params, const Tensor& stats) {
   params.mean_tail = rstd + 2 * row_bytes;
 }
 
+// Of weight and bias as kernels take them, where some are given: where they differ, one of them is fp32.
+at::ScalarType parameters_dtype(const Tensor& weight, const Tensor& bias, const Tensor& x) {
+  if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) return at::kFloat;
+  return (weight.defined() ? weight : bias.defined() ? bias : x).scalar_type();
+}
+
 Dropout dropout_of(const Tensor& philox, double p) {
   return {philox.defined() && p > 0 ? philox.const_data_ptr<int64_t>() : nullptr, most_dropped(p), dropout_scale(p)};
 }
@@ -399,14 +405,15 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   if (save_stats) point_to_stats(params, stats);
   std::optional<RowView> residual_rows;
   AddStage stage;
-  if (add || after) {
+  AfterNorm after_norm;
+  if (after) {
+    after_norm = after_of(*after, x);
+    params.after = &after_norm;
+  }
+  if (add) {
     stage = {};
     stage.residual_strides = RowStrides{extent.rows, 0, 0};
-    stage.residual_dtype = stage.residual_out_dtype = params.x_dtype;
     params.add = &stage;
-  }
-  if (after) stage.after = after_of(*after, x);
-  if (add) {
     if (add->residual.defined()) {
       residual_rows.emplace(add->residual, normalized_ndim, extent);
       stage.residual = residual_rows->tensor.const_data_ptr();
@@ -432,10 +439,8 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
 
   // Kernels take weight and bias of one dtype; where they differ, both are widened, which loses nothing. So are those
   // narrower than z, where no kernel has the stage.
-  const bool same_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
-  const Tensor& like = weight.defined() ? weight : (bias.defined() ? bias : x);
-  const bool widened = !same_dtype || (like.scalar_type() != z_dtype && !has_add_stage(params, x));
-  const at::ScalarType weight_dtype = widened ? at::kFloat : like.scalar_type();
+  at::ScalarType weight_dtype = parameters_dtype(weight, bias, x);
+  if (weight_dtype != z_dtype && !has_add_stage(params, x)) weight_dtype = at::kFloat;
   Tensor ready_weight = weight, ready_bias = bias;
   if (segments > 0) {
     params.segments = static_cast<int>(segments);
@@ -454,7 +459,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
 NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
                             int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
                             bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add, const NormGradients* into) {
+                            const AddGradOptions* add, const NormGradients* into, const AfterGradOptions* after) {
   check_x(x);
   check_normalized_ndim(normalized_ndim, x);
   const auto check_like_x = [&](const char* name, const Tensor& gradient) {
@@ -550,13 +555,21 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const bool takes_narrow = add && has_add_stage(params, x);
   if (!takes_narrow) stage.grad_output_dtype = params.x_dtype;
   const at::ScalarType kernel_grad_dtype = stage.grad_output_dtype == params.x_dtype ? kernel_dtype : grad_dtype;
-  const at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
-                                      : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
-                                                                                             : at::kFloat;
-  Tensor ready_weight = weight, no_bias;
+  at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
+                                : takes_narrow || weight.scalar_type() == kernel_dtype ? weight.scalar_type()
+                                                                                       : at::kFloat;
+  Tensor ready_weight = weight, ready_bias;
+  AfterNorm after_norm;
+  if (after) {
+    after_norm = after_of(after->after, x);
+    params.after = &after_norm;
+    weight_dtype = parameters_dtype(weight, after->bias, x);
+    ready_bias = ready_parameter(after->bias, weight_dtype);
+    params.bias = data_or_null(ready_bias);
+  }
   if (segments > 0) {
     params.segments = static_cast<int>(segments);
-    params.weight_stride = ready_segments(ready_weight, no_bias, weight_dtype);
+    params.weight_stride = ready_segments(ready_weight, ready_bias, weight_dtype);
   } else {
     ready_weight = ready_parameter(weight, weight_dtype);
   }
@@ -598,10 +611,7 @@ struct NormAgain {
                     stats.scalar_type() == accumulation_type(x.scalar_type()) &&
                     stats.numel() >= extent.rows * (is_rms_norm ? 1 : 3),
                 "stats must be what norm_forward returned, of CUDA tensors");
-    const bool wide =
-        given_weight.defined() && given_bias.defined() && given_weight.scalar_type() != given_bias.scalar_type();
-    const Tensor& like = given_weight.defined() ? given_weight : given_bias.defined() ? given_bias : x;
-    const at::ScalarType dtype = wide ? accumulation_type(x.scalar_type()) : like.scalar_type();
+    const at::ScalarType dtype = parameters_dtype(given_weight, given_bias, x);
     for (const Tensor& parameter : {std::cref(given_weight), std::cref(given_bias)})
       TORCH_CHECK(!parameter.defined() || (parameter.numel() == extent.hidden_size && parameter.device() == x.device()),
                   "weight and bias must be forward's");
@@ -625,35 +635,48 @@ struct NormAgain {
 
 }  // namespace
 
-Tensor after_norm_grad(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& bias,
-                       const Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
-                       const AfterOptions& after) {
+NormGradients after_norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                  const Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
+                                  bool wants_x, bool wants_weight, bool wants_bias, const AfterOptions& after) {
   check_normalized_ndim(normalized_ndim, x);
   check_supported("grad_output", grad_output.scalar_type());
   TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
               "grad_output must have x's shape and device");
+  const auto bias_dtype = wants_bias && bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
+  const auto rest = [&](const Tensor& grad, const AfterGradOptions* stage) {
+    return norm_backward(grad, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
+                         bias_dtype, /*stats_grad=*/true, nullptr, nullptr, stage);
+  };
 #ifdef FUSED_LAYERNORM_WITH_CUDA
   const DeviceScope scope(x);
   const AfterNorm after_norm = after_of(after, x);
+  const Tensor rounded = of_dtype(grad_output, c10::promoteTypes(grad_output.scalar_type(), x.scalar_type()));
+  if (x.numel() > 0 && rounded.scalar_type() == x.scalar_type()) {
+    const Extent extent = extent_of(x, normalized_ndim);
+    NormBackwardParams asked{};
+    asked.rows = extent.rows;
+    asked.hidden_size = extent.hidden_size;
+    asked.x_dtype = dtype_of(x.scalar_type());
+    const AfterGradOptions stage{after, bias};
+    if (has_after_stage_cuda(asked)) return rest(rounded, &stage);
+  }
   // Beside fp64 all is fp64
-  const bool is_double = x.scalar_type() == at::kDouble || grad_output.scalar_type() == at::kDouble;
-  const Tensor wide_grad = is_double ? of_dtype(grad_output, at::kDouble) : grad_output;
-  Tensor grad = empty(x.sizes(), wide_grad.scalar_type(), x);
-  if (x.numel() == 0) return grad;
+  const bool is_double = rounded.scalar_type() == at::kDouble;
+  Tensor grad = empty(x.sizes(), rounded.scalar_type(), x);
+  if (x.numel() == 0) return rest(grad, nullptr);
   const auto as_wide = [&](const Tensor& t) { return is_double && t.defined() ? of_dtype(t, at::kDouble) : t; };
   NormAgain norm(as_wide(x), as_wide(weight), as_wide(bias), as_wide(stats), normalized_ndim, weight_offset,
                  is_rms_norm);
-  const RowView grad_rows(wide_grad, normalized_ndim, extent_of(x, normalized_ndim));
+  const RowView grad_rows(rounded, normalized_ndim, extent_of(x, normalized_ndim));
   norm.params.y_dtype = dtype_of(grad.scalar_type());
   const AfterNormGradParams params{grad_rows.tensor.const_data_ptr(), grad.mutable_data_ptr(), grad_rows.strides,
                                    after_norm};
   C10_CUDA_CHECK(static_cast<cudaError_t>(
       launch_after_norm_grad_cuda(norm.params, params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
-  return grad;
+  return rest(grad, nullptr);
 #else
-  (void)weight, (void)bias, (void)stats, (void)weight_offset, (void)is_rms_norm;
   after_of(after, x);  // raises
-  return {};
+  return rest(grad_output, nullptr);
 #endif
 }
 

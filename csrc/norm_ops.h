@@ -69,21 +69,29 @@ struct AddGradOptions {
   std::optional<at::ScalarType> residual_dtype;  // none: no gradient of the residual is wanted
 };
 
+struct AfterGradOptions {
+  AfterOptions after;  // as in forward
+  at::Tensor bias;     // as in forward, or undefined
+};
+
 void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
 
 // Only what is wanted is computed: x, weight (with its dtype), and bias where a dtype is given for it. x, weight and
 // stats are forward's; the rows of stats may have any shape. Where the gradients of x and residual are the same values
 // in the same dtype, they are one tensor. `into`: fp32 tensors that the wanted gradients of weight and bias are added
-// to; the result then holds none.
+// to; the result then holds none. `after`: forward's, where the kernel has that stage (after_norm_backward()).
 NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                             bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add = nullptr, const NormGradients* into = nullptr);
+                            const AddGradOptions* add = nullptr, const NormGradients* into = nullptr,
+                            const AfterGradOptions* after = nullptr);
 
-// The gradient of the norm from that of what is after it, of grad_output's dtype: the rest is norm_backward().
-at::Tensor after_norm_grad(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
-                           const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
-                           double weight_offset, bool is_rms_norm, const AfterOptions& after);
+// The same where forward was given `after`, whose gradient is taken first: that of the norm is rounded to the dtype of
+// grad_output or x, whichever is wider. CUDA only.
+NormGradients after_norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
+                                  const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
+                                  double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
+                                  bool wants_bias, const AfterOptions& after);
 
 // x - mean, rounded to y's dtype, from y and forward's statistics.
 at::Tensor recover_x(const at::Tensor& y, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& stats,

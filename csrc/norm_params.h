@@ -55,14 +55,12 @@ struct Dropout {
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
-// What y passes through before it is stored: y = keep * dropout_scale * activation(norm).
+// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). CUDA only.
 enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu"};  // Python's
 struct AfterNorm {
   Activation activation;
   Dropout dropout;
-
-  FLN_HOST_DEVICE bool is_there() const { return activation != Activation::kNone || dropout.philox; }
 };
 
 // Forward's load stage: z = residual + keep * dropout_scale * gate * x in the accumulation type, rounded once to
@@ -74,10 +72,9 @@ struct AddStage {
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; statistics, and what backward calls x, are of this type
   Dropout dropout;
-  // The last two on CUDA only. gate: [segments, hidden_size], of x's dtype, rows gate_stride apart; nullptr: 1
+  // On CUDA only. gate: [segments, hidden_size], of x's dtype, rows gate_stride apart; nullptr: 1
   const void* gate;
   int64_t gate_stride;
-  AfterNorm after;
 };
 
 // Backward's store stage: grad_z = (wdy - x_hat * c1 - c2) * rstd + grad_residual_out, in the accumulation type, then
@@ -123,7 +120,9 @@ struct NormForwardParams {
   DType y_dtype;
   bool is_rms_norm;
 
-  const AddStage* add;  // in the host's memory; nullptr: x is normalized as it is
+  // In the host's memory, at most one of them; nullptr: x is normalized as it is, and y is the norm
+  const AddStage* add;
+  const AfterNorm* after;
 };
 
 // wdy = (weight + weight_offset) * grad_output     c1 = mean(x_hat * wdy)     c2 = mean(wdy), 0 for RMSNorm
@@ -158,11 +157,15 @@ struct NormBackwardParams {
   bool stats_grad;  // false: mean and rstd are constants
   bool accumulate;  // add grad_weight and grad_bias, both fp32, to what is there
 
-  const AddGradStage* add;  // in the host's memory; nullptr: forward had none
+  // In the host's memory; nullptr: forward had none. after: only where has_after_stage_cuda() says yes; grad_output is
+  // y's then, that of the norm is made of it, rounded to x's dtype, and bias is forward's.
+  const AddGradStage* add;
+  const AfterNorm* after;
+  const void* bias;
 };
 
-// Operations of their own beside the kernels of backward, on CUDA only, from what forward was told and saved. Elements
-// of one row of all tensors are adjacent.
+// The gradient of the norm from that of y as an operation of its own, on CUDA only, from what forward was told and
+// saved. Elements of one row of all tensors are adjacent.
 struct AfterNormGradParams {
   const void* grad_output;  // [rows, hidden_size], of y_dtype
   void* grad;               // [rows, hidden_size], of y_dtype: of the norm itself
@@ -245,6 +248,7 @@ int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
 bool has_add_stage_cuda(const NormForwardParams& params);
 bool has_add_stage_cuda(const NormBackwardParams& params);
+bool has_after_stage_cuda(const NormBackwardParams& params);  // by x_dtype, rows, hidden_size and the card
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
 int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after, CUstream_st* stream);
 // x - mean from y, for backward with a mean of 0: into params.y, of x_dtype, from params.x, which is forward's y.

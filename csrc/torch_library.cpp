@@ -19,6 +19,13 @@ Tensor stats_like_rows(const Tensor& stats, const Tensor& x, int64_t leading) {
   return stats.view(shape);
 }
 
+Tensor or_empty(Tensor& gradient, const Tensor& like) {
+  return gradient.defined() ? std::move(gradient) : at::empty({0}, like.options());
+}
+NormOperatorGradients or_empty(NormGradients found, const Tensor& x) {
+  return {or_empty(found.x, x), or_empty(found.weight, x), or_empty(found.bias, x)};
+}
+
 NormOperatorResult op_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                    int64_t normalized_ndim, double eps, double weight_offset, bool is_rms_norm,
                                    std::optional<at::ScalarType> out_dtype, bool stats_grad) {
@@ -35,12 +42,9 @@ NormOperatorGradients op_norm_backward(const Tensor& grad_output, const Tensor& 
                                        const Tensor& stats, int64_t normalized_ndim, double weight_offset,
                                        bool is_rms_norm, bool wants_x, bool wants_weight,
                                        std::optional<at::ScalarType> bias_dtype, bool stats_grad) {
-  NormGradients found = norm_backward(grad_output, x, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
-                                      weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad);
-  const auto or_empty = [&](Tensor& gradient) {
-    return gradient.defined() ? std::move(gradient) : at::empty({0}, x.options());
-  };
-  return {or_empty(found.x), or_empty(found.weight), or_empty(found.bias)};
+  return or_empty(norm_backward(grad_output, x, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
+                                weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad),
+                  x);
 }
 
 AddNormResult op_add_norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
@@ -69,10 +73,7 @@ AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalT
   NormGradients found = norm_backward(grad_output, z, weight.value_or(Tensor()), stats.contiguous(), normalized_ndim,
                                       weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad, &add);
   if (found.residual.is_same(found.x)) found.residual.reset();  // results of an operator are not one tensor twice
-  const auto or_empty = [&](Tensor& gradient) {
-    return gradient.defined() ? std::move(gradient) : at::empty({0}, z.options());
-  };
-  return {or_empty(found.x), or_empty(found.residual), or_empty(found.weight), or_empty(found.bias)};
+  return {or_empty(found.x, z), or_empty(found.residual, z), or_empty(found.weight, z), or_empty(found.bias, z)};
 }
 
 #ifdef FUSED_LAYERNORM_WITH_CUDA
@@ -90,13 +91,15 @@ NormOperatorResult op_after_norm_forward(const Tensor& x, const OptionalTensor& 
   return {std::move(y), stats_like_rows(stats, x, leading)};
 }
 
-Tensor op_after_norm_grad(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
-                          const OptionalTensor& bias, const Tensor& stats, const OptionalTensor& philox,
-                          int64_t normalized_ndim, double weight_offset, bool is_rms_norm, int64_t activation,
-                          double dropout_p) {
-  return after_norm_grad(grad_output, x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats.contiguous(),
-                         normalized_ndim, weight_offset, is_rms_norm,
-                         {activation, philox.value_or(Tensor()), dropout_p});
+NormOperatorGradients op_after_norm_backward(const Tensor& grad_output, const Tensor& x, const OptionalTensor& weight,
+                                             const OptionalTensor& bias, const Tensor& stats,
+                                             const OptionalTensor& philox, int64_t normalized_ndim,
+                                             double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
+                                             bool wants_bias, int64_t activation, double dropout_p) {
+  return or_empty(after_norm_backward(grad_output, x, weight.value_or(Tensor()), bias.value_or(Tensor()),
+                                      stats.contiguous(), normalized_ndim, weight_offset, is_rms_norm, wants_x,
+                                      wants_weight, wants_bias, {activation, philox.value_or(Tensor()), dropout_p}),
+                  x);
 }
 
 AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, const Tensor& gate, const Tensor& weight,
@@ -150,15 +153,16 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "float eps, float weight_offset, bool is_rms_norm, ScalarType out_dtype, ScalarType residual_dtype) "
       "-> (Tensor y, Tensor residual_out, Tensor stats)",
       tags);
-  // y = dropout(activation(norm(x))), on CUDA, and the gradient of the norm from that of y: norm_backward has the rest.
+  // y = dropout(activation(norm(x))), on CUDA.
   library.def(
       "after_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, float eps, "
       "float weight_offset, bool is_rms_norm, ScalarType? out_dtype, int activation, float dropout_p) "
       "-> (Tensor y, Tensor stats)",
       tags);
   library.def(
-      "after_norm_grad(Tensor grad_output, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, Tensor? philox, "
-      "int normalized_ndim, float weight_offset, bool is_rms_norm, int activation, float dropout_p) -> Tensor",
+      "after_norm_backward(Tensor grad_output, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, Tensor? philox, "
+      "int normalized_ndim, float weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, bool wants_bias, "
+      "int activation, float dropout_p) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
       tags);
   library.def("dropout_mask(Tensor philox, int rows, int hidden_size, float dropout_p) -> Tensor", tags);
 }
@@ -178,7 +182,7 @@ TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
   library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
   library.impl("after_norm_forward", &fused_layernorm::op_after_norm_forward);
-  library.impl("after_norm_grad", &fused_layernorm::op_after_norm_grad);
+  library.impl("after_norm_backward", &fused_layernorm::op_after_norm_backward);
   library.impl("gated_norm_forward", &fused_layernorm::op_gated_norm_forward);
   library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }

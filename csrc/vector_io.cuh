@@ -404,10 +404,11 @@ __device__ __forceinline__ void arrive_barrier(unsigned barrier) {
 // Of a warp that is done one lane arrives, for all `lanes` of it. compute-sanitizer's racecheck does not follow that:
 // in a build for it every lane arrives, and few blocks are persistent, so that small problems use rings many times.
 #if defined(FLN_FOR_RACECHECK)
-constexpr int kWarpArrivals = 32, kMostClusters = 2;
+constexpr bool kForRacecheck = true;
 #else
-constexpr int kWarpArrivals = 1, kMostClusters = 1 << 30;
+constexpr bool kForRacecheck = false;
 #endif
+constexpr int kWarpArrivals = kForRacecheck ? 32 : 1, kMostClusters = kForRacecheck ? 2 : 1 << 30;
 __device__ __forceinline__ void arrive_of_warp(unsigned barrier, unsigned lanes = 0xffffffffu) {
   __syncwarp(lanes);
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) arrive_barrier(barrier);
@@ -465,9 +466,9 @@ __device__ __forceinline__ void copy_rest(unsigned shared, const char* source, u
     store_shared_element(shared + at, *reinterpret_cast<const T*>(source - past + at));
 }
 
-// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
-// thread that asks waits until shared memory has been read.
-__device__ __forceinline__ void fence_bulk_store() {
+// From shared to global memory: what threads wrote before they called fence_engine() and met at a barrier. The thread
+// that asks waits until shared memory has been read.
+__device__ __forceinline__ void fence_engine() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif

@@ -279,7 +279,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
 
 
-if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_forward"):
+if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
     after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
     gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
     recover_x = extension.recover_x
@@ -297,12 +297,14 @@ if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "a
         _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
 
-    @torch.library.register_fake(torch.ops.fused_layernorm.after_norm_grad.default)
+    @torch.library.register_fake(torch.ops.fused_layernorm.after_norm_backward.default)
     def _(
-        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, activation, dropout_p
+        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
+        wants_bias, activation, dropout_p,
     ):  # fmt: skip
-        is_double = torch.float64 in (grad_output.dtype, x.dtype)
-        return grad_output.new_empty(x.shape, dtype=torch.float64 if is_double else grad_output.dtype)
+        bias_dtype = bias.dtype if wants_bias and bias is not None else None
+        grad_x = x.new_empty(x.shape if wants_x else 0)
+        return grad_x, *_fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype)
 
 
 def has_stages(device_type: str) -> bool:

@@ -536,14 +536,9 @@ def _after_norm_backward(ctx, grad_output, _):
         found = iter(torch.autograd.grad(y, wanted, grad_output.to(wide), create_graph=True))
         gradients = [next(found) if wants else None for wants in (wants_x, wants_weight, wants_bias)]
         return *gradients, *[None] * 8
-    # The gradient of the norm is rounded to the dtype of grad_output, but never to a coarser or narrower one than x's.
-    grad_output = grad_output.to(torch.promote_types(grad_output.dtype, x.dtype))
-    grad = torch.ops.fused_layernorm.after_norm_grad(
-        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, kind, dropout_p
-    )
-    gradients = _ops.norm_backward_operator(
-        grad, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
-        bias.dtype if wants_bias else None,
+    gradients = torch.ops.fused_layernorm.after_norm_backward(
+        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
+        wants_bias, kind, dropout_p,
     )  # fmt: skip
     wants = (wants_x, wants_weight, wants_bias)
     return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *[None] * 8

@@ -137,7 +137,7 @@ def _join(shape: Sequence[int]) -> str:
 def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) -> Tensor:
     """Which elements of [rows, hidden_size] dropout keeps: csrc/philox.h in PyTorch operations.
 
-    philox holds two int64, seed and offset. Word k of Philox4x32-10 with key seed and counter (octet, row, offset) is
+    philox holds two int64, seed and offset. Word k of Philox4x32-7 with key seed and counter (octet, row, offset) is
     the number of column 8 * octet + k, with its halves exchanged that of column 8 * octet + 4 + k; an element is kept
     where its number is at least dropout_p * 2^32 (and, with a dropout_p above 0, at least 1).
     """
@@ -148,7 +148,7 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
     offset = offset ^ (row >> 32)
     c1, c2, c3 = row & low, offset & low, (offset >> 32) & low
     key0, key1 = seed & low, (seed >> 32) & low
-    for _ in range(10):
+    for _ in range(7):
         product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps around, which leaves their bits right
         c0, c2 = ((product1 >> 32) & low) ^ c1 ^ key0, ((product0 >> 32) & low) ^ c3 ^ key1
         c1, c3 = product1 & low, product0 & low
