@@ -34,9 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "initcheck", "synccheck")
-# Rows: few, and enough that each place of backward's ring in shared memory is used again, in racecheck's build too.
+# Rows: few, and enough that each place of backward's ring in shared memory is used again
 FEW, MANY, MANY_ELEMENTS = 3, 60_000, 1 << 22
-LIGHT_MANY, LIGHT_ELEMENTS = 1100, 1 << 21
 # The end of a struct template's specialization in csrc/launch_plan.h: which x it is for.
 SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "float, float": "fp32", "double": "fp64"}
 
@@ -59,14 +58,14 @@ def ladders():
     return found
 
 
-def lengths(kind):
-    """The lengths of rows that tell the plans for such x apart."""
+def lengths(kind, light=False):
+    """The lengths of rows that tell the plans for such x apart; `light`: those that fill them."""
     held = set()
     for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
         for _, elements, cluster in plans:
             held |= {elements * blocks for blocks in (1, 2, cluster)} if cluster > 1 else {elements}
     held |= {1 << 18, (1 << 18) + 2}  # with more than the first, rows are huge (csrc/norm_huge.cu) in every dtype
-    return sorted(n for hidden in held for n in (hidden - 1, hidden, hidden + 8) if n > 0)
+    return sorted(n for hidden in held for n in (hidden - 1, hidden, *([] if light else [hidden + 8])) if n > 0)
 
 
 def for_other_cards():
@@ -106,7 +105,7 @@ def list_calls(light=False):
         return torch.randn(numbers + shift, dtype=dtype, device=device)[shift:].view(shape).requires_grad_()
 
     def backward(results, gradients, wanted):
-        for leaves in wanted:
+        for leaves in wanted[:1] if light else wanted:
             torch.autograd.grad(results, leaves, gradients, retain_graph=True)
 
     def plain(rows, hidden_size, dtype, weight_dtype, norm, shift, options):
@@ -141,21 +140,19 @@ def list_calls(light=False):
              {"activation": "relu"}, {"activation": "gelu_tanh"})  # fmt: skip
     options = ({}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True}, *after[:3])
 
-    many, many_elements = (LIGHT_MANY, LIGHT_ELEMENTS) if light else (MANY, MANY_ELEMENTS)
-
     def rows_for(hidden_size):
-        # More than begin eagerly; 300 rows of more than 4096 are enough for backward's fused kernels
-        least = (300 if light and hidden_size > 4096 else 600) if hidden_size <= 12288 else FEW
-        return sorted(
-            {FEW, min(many, max(least, many_elements // hidden_size))} | ({1} if hidden_size > 1 << 17 else set())
-        )
+        if light:  # in racecheck's build few rows are many
+            most = max(1 << 16, 100 * min(hidden_size, 12288)) // hidden_size
+        else:  # more than begin eagerly
+            most = max(600 if hidden_size <= 12288 else FEW, min(MANY, MANY_ELEMENTS // hidden_size))
+        return sorted({FEW, min(most, 600) if light else most} | ({1} if hidden_size > 1 << 17 else set()))
 
     for dtype, weight_dtype in (
         (half, half), (half, single), (brain, brain), (brain, single), (single, single), (double, double)
     ):  # fmt: skip
-        for hidden_size in lengths(kinds[dtype]):
+        for hidden_size in lengths(kinds[dtype], light):
             for rows in rows_for(hidden_size):
-                for shift, chosen in ((0, {}), (draw.choice((0, 0, 1)), draw.choice(options))):
+                for shift, chosen in ((0, {}), (draw.choice((0, 0, 1)), draw.choice(options)))[: 1 if light else 2]:
                     norm = draw.choice((fused_layer_norm, fused_rms_norm))
                     calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, shift, chosen))
 
@@ -167,12 +164,12 @@ def list_calls(light=False):
 
     mixes = ((half, half), (half, single), (brain, brain), (brain, single), (single, single))
     for dtype, z in mixes:
-        for hidden_size in lengths(kinds[z]):
+        for hidden_size in lengths(kinds[z], light):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 17:
                 for rows in rows_for(hidden_size):
                     add_call(rows, hidden_size, dtype, draw.choice((z, z, None)), z, draw.choice((0.0, 0.1)))
     for dtype in (half, brain, single):
-        for hidden_size in lengths(kinds[dtype]):
+        for hidden_size in lengths(kinds[dtype], light):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     norm, weight_dtype = draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((dtype, single))
@@ -266,7 +263,7 @@ def run_kernels(until):
     return json.loads(found[1]) if found else {"compiled": None, "missed": [done.stderr[-2000:]]}
 
 
-def run_tool(tool, shard, until, folder):
+def run_tool(tool, shard, until, folder, card):
     log = folder / f"sanitizer_{tool}_{shard[0]}.log"
     command = [find("compute-sanitizer"), "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
     if tool == "memcheck":
@@ -280,7 +277,7 @@ def run_tool(tool, shard, until, folder):
     done = run(
         [*command, *calls, *(["--light"] if tool == "racecheck" else [])],
         until,
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor an allocation that the tool knows
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **card},  # each tensor an allocation that the tool knows
     )
     told = log.read_text() if log.exists() else ""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", told)
@@ -307,6 +304,7 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="for all of it; without: till every call is made"
     )
+    parser.add_argument("--cards", help="such as 1,2,3: their processes take turns with them; default: the first")
     parser.add_argument("--until", type=float, default=math.inf, help="the time when --calls ends")
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
@@ -328,9 +326,12 @@ def main():
     path = args.folder / f"{name}_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
     with ThreadPoolExecutor(1 + len(tools) * args.processes) as pool:
         until = time.time() + args.seconds
+        cards = itertools.cycle(
+            [{"CUDA_VISIBLE_DEVICES": card} for card in (args.cards or "").split(",") if card] or [{}]
+        )
         kernels_run = None if is_racecheck else pool.submit(run_kernels, until)
         runs = {
-            tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder)
+            tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder, next(cards))
                    for first in range(args.processes)]
             for tool in tools
         }  # fmt: skip

@@ -735,6 +735,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       }
     }
     if (turn < kAdders - 1) __syncthreads();
+    if (kForRacecheck) __syncthreads();
   }
 }
 

@@ -35,7 +35,6 @@ struct Stage {
       init_barrier(this->barrier, 1);
       fence_barrier_init();
     }
-    // Where several lanes begin a barrier in one instruction, racecheck takes the last of them to have begun them all
     if (kBulk && kForRacecheck) Row::barrier();
   }
 

@@ -8,6 +8,19 @@
 
 namespace fused_layernorm {
 
+// A build for compute-sanitizer's racecheck, with what that tool does not follow said so that it does: of a warp that
+// arrives at a barrier every lane arrives, not one after __syncwarp(); barriers that several lanes begin in one
+// instruction, of which it takes the last lane to have begun them all, are followed by one more; and where rows are
+// merged there are two barriers for one, as it took the first access behind a barrier of 13 warps for one before it, in
+// some runs (one word of 16 that one statement reads). Few blocks are persistent, and few rows are many, so that small
+// problems use every kernel and its ring many times: the tool takes seconds for millions of elements.
+#if defined(FLN_FOR_RACECHECK)
+constexpr bool kForRacecheck = true;
+#else
+constexpr bool kForRacecheck = false;
+#endif
+constexpr int kMostClusters = kForRacecheck ? 2 : 1 << 30;  // that are persistent
+
 // How one row is spread: kThreads threads, each holding kVecs vectors of kVec elements at once. Rows longer than
 // kThreads * kVecs * kVec take several turns. The plan follows from hidden_size, dtype and the card alone, never from
 // the number of rows: that, and a fixed order of every sum, makes a row's result independent of the batch around it.
@@ -138,7 +151,9 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
 // Up to so many blocks forward of a plain call loads weight and bias before it needs them: all of them run at once, and
 // how many fit an SM does not matter. As many rows in blocks of 64 threads as of 128.
 template <typename Plan>
-constexpr int64_t kEagerBlocks = kForwardThreads<Plan> < 128 ? 1024 : 512;
+constexpr int64_t kEagerBlocks = kForRacecheck                 ? 8
+                                 : kForwardThreads<Plan> < 128 ? 1024
+                                                               : 512;
 template <typename scalar_t, typename Plan>
 constexpr bool kMayBeEager = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kVecs <= 6;
 
@@ -327,7 +342,7 @@ constexpr int kFusedDepth = Plan::kOneBehind          ? 4
 // Reads x and grad_output twice, so it is for what the fused strategy cannot hold, and for problems that live in the
 // L2 cache, where it saves the second launch.
 constexpr int64_t kSplitMaxElements = 1 << 20;
-constexpr int64_t kSplitMaxRows = 1024;
+constexpr int64_t kSplitMaxRows = kForRacecheck ? 8 : 1024;
 
 // Whether one block of this strategy can stand in for a cluster, so that few rows need none.
 template <typename Plan>

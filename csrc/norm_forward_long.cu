@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     for (int i = 0; i < kSlots; ++i) {
       init_barrier(summed_at + 8 * i, Row::kWarps);
       init_barrier(exchanged_at + 8 * i, 1);
-      init_barrier(finished_at + 8 * i, 1);
+      init_barrier(finished_at + 8 * i, kWarpArrivals);
     }
     fence_barrier_init();
   }
@@ -157,10 +157,8 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
       if (lane % kMaxCluster < blocks) part = block_parts[slot][lane % kMaxCluster];
       const RowNorm<float> norm = finish_row(merge_moments<kMaxCluster>(part, inverse_n), inverse_n, params, row,
                                              lane == 0 && cluster_rank() == 0);
-      if (lane == 0) {
-        norms[slot] = norm;
-        arrive_barrier(finished_at + 8 * slot);
-      }
+      if (lane == 0) norms[slot] = norm;
+      arrive_of_warp(finished_at + 8 * slot);
     };
     unsigned turn = 0;
     int64_t row_before = 0;

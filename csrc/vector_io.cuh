@@ -13,6 +13,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "launch_plan.h"
 #include "norm_params.h"
 
 namespace fused_layernorm {
@@ -401,14 +402,8 @@ __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned arrivals
 __device__ __forceinline__ void arrive_barrier(unsigned barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
-// Of a warp that is done one lane arrives, for all `lanes` of it. compute-sanitizer's racecheck does not follow that:
-// in a build for it every lane arrives, and few blocks are persistent, so that small problems use rings many times.
-#if defined(FLN_FOR_RACECHECK)
-constexpr bool kForRacecheck = true;
-#else
-constexpr bool kForRacecheck = false;
-#endif
-constexpr int kWarpArrivals = kForRacecheck ? 32 : 1, kMostClusters = kForRacecheck ? 2 : 1 << 30;
+// Of a warp that is done one lane arrives, for all `lanes` of it; in racecheck's build every lane.
+constexpr int kWarpArrivals = kForRacecheck ? 32 : 1;
 __device__ __forceinline__ void arrive_of_warp(unsigned barrier, unsigned lanes = 0xffffffffu) {
   __syncwarp(lanes);
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) arrive_barrier(barrier);

@@ -836,8 +836,8 @@ def test_activation(device, op, activation, dtype):
 
 
 @on_devices("op,activation,dtype,hidden_size", [
-    (op, a, dtype, n) for op in OPS for a in ACTIVATIONS for dtype in (bf16, fp32)
-    for n in (8, 256, 1536, 4096, 8192, 16384, 20000)
+    (op, a, dtype, n) for op in OPS for a in ACTIVATIONS for dtype in (bf16, fp16, fp32)
+    for n in (8, 256, 512, 1024, 1536, 2048, 3000, 4096, 8192, 16384, 20000, 40000)
 ], devices=("cuda",))  # fmt: skip
 def test_activation_of_many_sizes(device, op, activation, dtype, hidden_size):
     activates(device, op, activation, dtype, hidden_size)
@@ -863,9 +863,38 @@ def activates(device, op, activation, dtype, hidden_size):
         ):
             # of fp32, whose functions are some units off
             rtol, unit = (16 * eps if dtype == fp32 else eps), (4e-6 if dtype != fp64 else eps)
-            if dtype == bf16 and device == "cuda" and i > 0:  # the norm's gradient is rounded to it, as PyTorch's is
+            # The norm's gradient is rounded to 16 bits, as PyTorch's is
+            if dtype in (bf16, fp16) and device == "cuda" and i > 0:
                 unit = eps
             torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
+
+
+@on_devices("activation,dtype", [(a, dtype) for a in ACTIVATIONS for dtype in (bf16, fp16)], devices=("cuda",))
+def test_activation_of_every_number(device, activation, dtype):
+    """of every 16-bit number, as the bias of a norm whose weight is 0: within half a unit of the result and 4e-7, its
+    derivative and 5e-6"""
+    t = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
+    t = t[~t.isinf()]
+    wide = t.double().requires_grad_()
+    exact = ACTIVATIONS[activation](wide)
+    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    found = []
+    for part in t.split(8192):  # rows that kernels have a stage for, and the last
+        bias, zeros = part.clone().requires_grad_(), torch.zeros_like(part).nan_to_num()
+        y = OPS["layer_norm"](torch.ones(1, len(part), device=device, dtype=dtype), zeros, bias, activation=activation)
+        found.append((y[0].detach(), torch.autograd.grad(y.sum(), bias)[0]))
+
+    def is_close(found, exact, off):
+        rounded = exact.detach().to(dtype)
+        assert torch.equal(found.isnan(), rounded.isnan()) and not found.isinf().any()
+        unit = (rounded.abs().view(torch.int16) + 1).view(dtype).double() - rounded.abs().double()
+        beyond = ((found.double() - exact).abs() - 0.501 * unit).nan_to_num(0) / (1 + exact.abs()).nan_to_num(1)
+        assert beyond.max() <= off, (beyond.max().item(), t[beyond.argmax()].item(), found[beyond.argmax()].item())
+
+    y, gradients = (torch.cat(parts) for parts in zip(*found, strict=True))
+    is_close(y, exact, 4e-7)
+    usual = ~(t.abs() > 1e4)  # beyond, derivatives overflow as PyTorch's do
+    is_close(gradients[usual], slope[usual], 5e-6)
 
 
 @on_devices("op", OPS)
