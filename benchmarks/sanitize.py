@@ -9,9 +9,9 @@ process (`--kernels`), not under a tool, holds the kernels that the calls launch
 these are of every kind. Exit status 1: a tool reported something, did not run, a call failed, or a kernel was not
 reached.
 
-`--tools racecheck` writes racecheck_*.json. That tool does not follow a barrier at which one lane arrives for its warp,
-after __syncwarp(), and so wants a build with NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK, in which every lane arrives. There
-few blocks are persistent, so the calls have fewer rows.
+`--tools racecheck` writes racecheck_*.json. That tool takes seconds for a call, so it gets those that launch a kernel
+which none before did, and PyTorch's kernels are left out. What it does not follow, and so reports, is said otherwise in
+a build of its own, NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK (csrc/launch_plan.h); there few rows are many.
 """
 
 import argparse
@@ -152,7 +152,9 @@ def list_calls(light=False):
     ):  # fmt: skip
         for hidden_size in lengths(kinds[dtype], light):
             for rows in rows_for(hidden_size):
-                for shift, chosen in ((0, {}), (draw.choice((0, 0, 1)), draw.choice(options)))[: 1 if light else 2]:
+                for shift, chosen in ((0, {}), (draw.choice((0, 0, 1)), draw.choice(options)))[
+                    : 1 if light and rows != FEW else 2
+                ]:
                     norm = draw.choice((fused_layer_norm, fused_rms_norm))
                     calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, shift, chosen))
 
@@ -186,15 +188,16 @@ def list_calls(light=False):
     ):
         calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, gated))
     draw.shuffle(calls)
+    if light:
+        calls.sort(key=lambda call: -call[1])  # rows: where a kernel is launched first, it has many
     return calls
 
 
-def make_calls(shard, until, light=False):
-    """Makes each `of`th call from the `first` on, till the clock says `until`; prints how many of how many."""
+def make_calls(calls, until):
+    """Makes the calls in turn, till the clock says `until`; returns how many."""
     import torch
 
-    first, of = shard
-    calls, made = list_calls(light)[first::of], 0
+    made = 0
     for function, *arguments in calls:
         if time.time() > until:
             break
@@ -206,7 +209,7 @@ def make_calls(shard, until, light=False):
             print("failed:", function.__name__, arguments, file=sys.stderr)
             raise
         made += 1
-    print(f"calls: {made} of {len(calls)}")
+    return made
 
 
 def find(name):
@@ -225,21 +228,33 @@ def output(*command):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def kernels():
-    """Prints which kernels of the extension the calls launch on this card, and which they do not."""
+def kernels(light):
+    """Prints which kernels of the extension the calls launch on this card, which they do not, and, of the light calls,
+    the numbers of those that launch one that none before did."""
     from torch.profiler import ProfilerActivity, profile
 
     from fused_layernorm import _ops
 
+    def plain(name):
+        return name.replace(" ", "")  # demanglers differ in blanks
+
     entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _ops.extension.__file__))
     compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        make_calls((0, 1), math.inf)
-    launched = {event.name.replace(" ", "") for event in profiled.events()}  # demanglers differ in blanks
-    missed = sorted(name for name in compiled if name.replace(" ", "") not in launched)
+    ours, launched, needed = {plain(name) for name in compiled}, set(), []
+    calls = list_calls(light)
+    step = 1 if light else len(calls)
+    for first in range(0, len(calls), step):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            make_calls(calls[first : first + step], math.inf)
+        found = {plain(event.name) for event in profiled.events()} & ours
+        if found - launched:
+            needed.append(first)
+        launched |= found
+    missed = sorted(name for name in compiled if plain(name) not in launched)
     others = [name for name in missed if any(plan in name for plan in for_other_cards())]
     print("kernels:", json.dumps({"compiled": len(compiled), "for_other_cards": len(others),
-                                  "missed": [name for name in missed if name not in others]}))  # fmt: skip
+                                  "missed": [name for name in missed if name not in others],
+                                  "calls": needed if light else None}))  # fmt: skip
 
 
 def run(command, until, environment=None):
@@ -257,13 +272,13 @@ def run(command, until, environment=None):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def run_kernels(until):
-    done = run([sys.executable, __file__, "--kernels"], until)
+def run_kernels(until, light, card):
+    done = run([sys.executable, __file__, "--kernels", *(["--light"] if light else [])], until, card)
     found = re.search(r"^kernels: (.*)", done.stdout, re.MULTILINE)
     return json.loads(found[1]) if found else {"compiled": None, "missed": [done.stderr[-2000:]]}
 
 
-def run_tool(tool, shard, until, folder, card):
+def run_tool(tool, shard, until, folder, card, only=None):
     log = folder / f"sanitizer_{tool}_{shard[0]}.log"
     command = [find("compute-sanitizer"), "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
     if tool == "memcheck":
@@ -274,8 +289,10 @@ def run_tool(tool, shard, until, folder, card):
         command += ["--kernel-name", "kernel_substring=fused_layernorm", "--racecheck-report", "all"]
     started = time.perf_counter()
     calls = [sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)]
+    if tool == "racecheck":
+        calls += ["--light", "--only", ",".join(map(str, only))]
     done = run(
-        [*command, *calls, *(["--light"] if tool == "racecheck" else [])],
+        [*command, *calls],
         until,
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **card},  # each tensor an allocation that the tool knows
     )
@@ -309,12 +326,19 @@ def main():
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
     parser.add_argument("--light", action="store_true", help="the calls for racecheck")
+    parser.add_argument("--only", help="the numbers of the calls")
     parser.add_argument("--shard", default="0/1", help="first/step, of the calls")
     args = parser.parse_args()
     if args.kernels:
-        return kernels()
+        return kernels(args.light)
     if args.calls:
-        return make_calls(tuple(map(int, args.shard.split("/"))), args.until, args.light)
+        calls = list_calls(args.light)
+        if args.only:
+            calls = [calls[int(number)] for number in args.only.split(",")]
+        first, of = map(int, args.shard.split("/"))
+        calls = calls[first::of]
+        print(f"calls: {make_calls(calls, args.until)} of {len(calls)}")
+        return
     version = re.search(r"Version (\S+)", output(find("compute-sanitizer"), "--version"))[1]
     from test_benchmark import environment
 
@@ -329,9 +353,10 @@ def main():
         cards = itertools.cycle(
             [{"CUDA_VISIBLE_DEVICES": card} for card in (args.cards or "").split(",") if card] or [{}]
         )
-        kernels_run = None if is_racecheck else pool.submit(run_kernels, until)
+        kernels_run = pool.submit(run_kernels, until, is_racecheck, next(cards))
+        only = kernels_run.result().get("calls", []) if is_racecheck else None
         runs = {
-            tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder, next(cards))
+            tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder, next(cards), only)
                    for first in range(args.processes)]
             for tool in tools
         }  # fmt: skip
@@ -343,19 +368,17 @@ def main():
                 "processes": parts,
             })  # fmt: skip
             path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should time run out
-        if kernels_run:
-            record["kernels"] = kernels_run.result()
+        record["kernels"] = kernels_run.result()
         path.write_text(json.dumps(record, indent=1) + "\n")
     for result in record["sanitizer"]:
         said = ", ".join(sorted({str(part["summary"]) for part in result["processes"]}))
         most = max(part["seconds"] for part in result["processes"])
         verdict = "clean" if result["clean"] else "NOT CLEAN"
         print(f"{result['tool']:10} {verdict}, {result['calls']} of {result['of']} calls, {most} s: {said}")
-    missed = []
-    if reached := record["kernels"]:
-        others, missed = reached.get("for_other_cards"), reached["missed"]
-        print(f"kernels: {reached['compiled']}, {others} for other cards, {len(missed)} not reached")
-        print(*(f"  {name}" for name in missed), sep="\n")
+    reached = record["kernels"]
+    others, missed = reached.get("for_other_cards"), reached["missed"]
+    print(f"kernels: {reached['compiled']}, {others} for other cards, {len(missed)} not reached")
+    print(*(f"  {name}" for name in missed), sep="\n")
     print(f"wrote {path}")
     raise SystemExit(0 if all(result["clean"] for result in record["sanitizer"]) and not missed else 1)
 

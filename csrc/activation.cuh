@@ -102,7 +102,7 @@ __device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[
   };
   switch (activation) {
     case Activation::kNone: return;
-    case Activation::kRelu: return each([](T t) { return T(t > 0); });
+    case Activation::kRelu: return each([](T t) { return T(!(t <= 0)); });  // of nan 1, as in PyTorch
     case Activation::kGelu:
       return each([](T t) {
         return normal_distribution<kQuick>(t) + t * kInverseRoot2Pi<T> * exp_of<kQuick>(T(-0.5) * t * t);
