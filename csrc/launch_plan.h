@@ -288,12 +288,12 @@ struct AddGradLadder<float> {
 };
 
 // With an activation or dropout after the norm, whose gradient is work: more warps, and so fewer columns a thread.
-// H200, bf16, x of 256 MiB, us, relu / gelu / silu / dropout of y (plain 205): N = 1024 64 x 2 R7 202 / 270 / 249 /
-// 249, R6 205 / 273 / 260 / 245, 128 x 1 R5 215 / 272 / 250 / 258, 64 x 2 R3 B2 221 / 308 / 283 / 285; 2048 128 x 2 R3
-// 205 / 274 / 262 / 252, 64 x 2 R7 C2 239 / 310 / 281 / 283, 256 x 1 R2 235 / 299 / 284 / 294; 4096 128 x 2 R3 C2 246 /
-// 312 / 291 / 281, 64 x 2 R7 C4 261 / 342 / 305 / 311, 256 x 2 R1 267 / 341 / 319 / 315, by the plan of AddGradLadder
-// 318 / 436 / 407 / 372; 8192 128 x 2 R3 C4 270 / 340 / 313 / 307, 64 x 2 R7 C8 261 / 341 / 306 / 310. With bias loaded
-// from the cache for each row, 4096 by AddGradLadder: 449 / 560 / 518 / 384.
+// H200, bf16, x of 256 MiB, us, relu / gelu / silu / dropout of y, that with 10 rounds of Philox (plain 205): N = 1024
+// 64 x 2 R7 202 / 270 / 249 / 249, R6 205 / 273 / 260 / 245, 128 x 1 R5 215 / 272 / 250 / 258, 64 x 2 R3 B2 221 / 308 /
+// 283 / 285; 2048 128 x 2 R3 205 / 274 / 262 / 252, 64 x 2 R7 C2 239 / 310 / 281 / 283, 256 x 1 R2 235 / 299 / 284 /
+// 294; 4096 128 x 2 R3 C2 246 / 312 / 291 / 281, 64 x 2 R7 C4 261 / 342 / 305 / 311, 256 x 2 R1 267 / 341 / 319 / 315,
+// by the plan of AddGradLadder 318 / 436 / 407 / 372; 8192 128 x 2 R3 C4 270 / 340 / 313 / 307, 64 x 2 R7 C8 261 / 341
+// / 306 / 310. With bias loaded from the cache for each row, 4096 by AddGradLadder: 449 / 560 / 518 / 384.
 template <typename scalar_t>
 struct AfterGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 7, 1>,
