@@ -64,7 +64,11 @@ def lengths(kind, light=False):
     for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
         for _, elements, cluster in plans:
             held |= {elements * blocks for blocks in (1, 2, cluster)} if cluster > 1 else {elements}
-    held |= {1 << 18, (1 << 18) + 2}  # with more than the first, rows are huge (csrc/norm_huge.cu) in every dtype
+    held |= {
+        1 << 18,
+        (1 << 18) + 2,
+        (1 << 18) + 8,
+    }  # with more than the first, rows are huge (csrc/norm_huge.cu) in every dtype
     return sorted(n for hidden in held for n in (hidden - 1, hidden, *([] if light else [hidden + 8])) if n > 0)
 
 
@@ -104,11 +108,11 @@ def list_calls(light=False):
         numbers = torch.Size(shape).numel()
         return torch.randn(numbers + shift, dtype=dtype, device=device)[shift:].view(shape).requires_grad_()
 
-    def backward(results, gradients, wanted):
-        for leaves in wanted[:1] if light else wanted:
+    def backward(results, gradients, wanted, part):
+        for leaves in wanted if part is None else wanted[part : part + 1]:
             torch.autograd.grad(results, leaves, gradients, retain_graph=True)
 
-    def plain(rows, hidden_size, dtype, weight_dtype, norm, shift, options):
+    def plain(rows, hidden_size, dtype, weight_dtype, norm, shift, options, part=None):
         x = tensor(dtype, rows, hidden_size, shift=shift)
         weight, bias = (tensor(weight_dtype, hidden_size) for _ in "wb")
         if "memory_efficient" in options:
@@ -116,25 +120,27 @@ def list_calls(light=False):
                 weight.copy_(weight.abs() + 1)
                 bias.clamp_(-1, 1)
         y = norm(x, weight, bias, **options)
-        backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)))
+        backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)), part)
 
-    def modulated(samples, tokens, hidden_size, dtype, gated):
+    def modulated(samples, tokens, hidden_size, dtype, gated, part=None):
         x, residual = (tensor(dtype, samples, tokens, hidden_size) for _ in "xr")
         gate = tensor(dtype, samples, hidden_size) if gated else None
         scale, shift = (tensor(dtype, samples, hidden_size) for _ in "ss")
         results = fused_adaptive_layer_norm(x, scale, shift, gate=gate, residual=residual)
         leaves = (x, residual, scale, shift) + ((gate,) if gated else ())
-        backward(results, tuple(torch.randn_like(t) for t in results), (leaves, (x,), leaves[-1:]))
+        backward(results, tuple(torch.randn_like(t) for t in results), (leaves, (x,), leaves[-1:]), part)
 
-    def add(rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype, norm, p, out_dtype, used):
+    def add(
+        rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype, norm, p, out_dtype, used, part=None
+    ):  # fmt: skip
         x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(weight_dtype, hidden_size) for _ in "wb"))
         residual = None if residual_dtype is None else tensor(residual_dtype, rows, hidden_size)
         results = norm(x, residual, weight, bias, dropout_p=p, residual_dtype=z_dtype, out_dtype=out_dtype,
                        return_dropout_mask=True)[:2]  # fmt: skip
         leaves = (x,) if residual is None else (x, residual)
-        wanted = [leaves, (x,), leaves[-1:]] + ([(*leaves, weight, bias), (weight,)] if 0 in used else [])
+        wanted = ([(*leaves, weight, bias), (x,), (weight,)] if 0 in used else []) + [leaves, (x,), leaves[-1:]]
         results = tuple(results[i] for i in used)
-        backward(results, tuple(torch.randn_like(t) for t in results), wanted)
+        backward(results, tuple(torch.randn_like(t) for t in results), wanted, part)
 
     after = ({"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1},
              {"activation": "relu"}, {"activation": "gelu_tanh"})  # fmt: skip
@@ -188,8 +194,8 @@ def list_calls(light=False):
     ):
         calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, gated))
     draw.shuffle(calls)
-    if light:
-        calls.sort(key=lambda call: -call[1])  # rows: where a kernel is launched first, it has many
+    if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
+        calls = [(*call, part) for call in sorted(calls, key=lambda call: -call[1]) for part in range(3)]
     return calls
 
 
