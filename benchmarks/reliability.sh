@@ -2,7 +2,8 @@
 # The records behind docs/reliability.md, in one call on a machine with a GPU, torch, pytest, hypothesis and
 # compute-sanitizer. Builds for its card; then the parts:
 #   fuzz       FUZZ random cases in all (default 20000), in PROCESSES processes (default 15)
-#   sanitizer  benchmarks/sanitize.py, with racecheck in a build of its own
+#   sanitizer  benchmarks/sanitize.py, with racecheck in a build of its own, four processes on each of RACECHECK_CARDS
+#              (such as 0,1,2,3; default: the one of this part)
 #   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
 #   promises   tests/test_reliability.py, which wants the card for itself
 # With as many cards as parts, all run at the same time, a card each; else one after the other. PARTS="fuzz training"
@@ -38,14 +39,15 @@ part_fuzz() {
 }
 
 part_sanitizer() {
-  local failed=0 tree
+  local failed=0 tree cards=${RACECHECK_CARDS:-${CUDA_VISIBLE_DEVICES:-0}}
   tree=$(mktemp -d) # a copy, for racecheck's build
   python3 benchmarks/sanitize.py "$out" --seconds "$(limit_or_inf "$LIMIT")" || failed=1
   tar --exclude=./build --exclude=./benchmarks/output --exclude=./.git --exclude='*.so' -c . | tar -x -C "$tree"
   if (cd "$tree" && NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK FORCE_CUDA=1 python3 setup.py build_ext --inplace) \
     > "$out/racecheck_build.log" 2>&1; then
     (cd "$tree" && PYTHONPATH="$tree:$PYTHONPATH" python3 benchmarks/sanitize.py "$tree/found" --tools racecheck \
-      --processes 9 --seconds "$(limit_or_inf "$LIMIT")") || failed=1
+      --cards "$cards" --processes $((4 * $(tr ',' '\n' <<< "$cards" | wc -l))) \
+      --seconds "$(limit_or_inf "$LIMIT")") || failed=1
     mv "$tree"/found/* "$out"
   else
     tail -n 30 "$out/racecheck_build.log"
