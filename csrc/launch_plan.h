@@ -11,10 +11,9 @@ namespace fused_layernorm {
 // A build for compute-sanitizer's racecheck, with what that tool does not follow said so that it does: of a warp that
 // arrives at a barrier every lane arrives, not one after __syncwarp(); barriers that several lanes begin in one
 // instruction, of which it takes the last lane to have begun them all, are followed by one more; and where rows are
-// merged there are two barriers for one, as it seems to take the first access behind a barrier for one before it, in
-// some runs (it reported one word of the 16 that a thread reads there, and other kernels in each run). Few blocks are
-// persistent, and few rows are many, so that small problems use every kernel and its ring many times: the tool takes
-// seconds for millions of elements.
+// merged there are two barriers for one, as it took the first access behind a barrier of 13 warps for one before it, in
+// some runs (one word of 16 that one statement reads). Few blocks are persistent, and few rows are many, so that small
+// problems use every kernel and its ring many times: the tool takes seconds for millions of elements.
 #if defined(FLN_FOR_RACECHECK)
 constexpr bool kForRacecheck = true;
 #else
@@ -414,8 +413,7 @@ constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, of operations w
 
 constexpr int kFinalizeColumns = 32;
 constexpr int kFinalizeRows = 32;  // partial rows summed side by side, or 4 where there are few
-// With 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
-constexpr int kFewPartials = kForRacecheck ? 1 : 40;
+constexpr int kFewPartials = 40;   // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
 // Its blocks waiting beside those of backward from the start (launch_dependents) gained 0.2 us of 200.
 
 }  // namespace fused_layernorm
