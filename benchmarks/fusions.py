@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import fused_layernorm as fln  # noqa: E402
 from test_benchmark import DTYPES, environment  # noqa: E402
 
-SAMPLES = 8  # that have a scale and shift each
+SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
 EPS = 1e-6
 # Tensors of x's size that must be read or written, forward and backward
 PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6)}
@@ -38,7 +38,10 @@ def tensors(rows, hidden_size, dtype):
     }
     found |= {"weight": 1 + 0.1 * randn(hidden_size), "bias": randn(hidden_size)}
     modulation = (0.1 * randn(SAMPLES, 1, 3 * hidden_size)).chunk(3, -1)
-    return found | dict(zip(("scale", "shift", "gate"), modulation, strict=True))
+    found |= dict(zip(("scale", "shift", "gate"), modulation, strict=True))
+    modulation = (0.1 * randn(MANY_SAMPLES, 1, 2 * hidden_size)).chunk(2, -1)
+    found |= dict(zip(("scale of many", "shift of many"), modulation, strict=True))
+    return found | {"x of many": found["x"].view(MANY_SAMPLES, -1, hidden_size)}
 
 
 def layer_norm(x, weight, bias):
@@ -87,6 +90,9 @@ FUSIONS = {
         lambda *t: fln.fused_layer_norm(*t, EPS, activation="silu"), lambda *t: F.silu(layer_norm(*t)), PLAIN, "norm"),
     "adaptive_layer_norm": (
         lambda *t: fln.fused_adaptive_layer_norm(*t, eps=EPS), modulate, ("x", "scale", "shift"), "norm"),
+    f"adaptive_layer_norm, {MANY_SAMPLES} samples": (
+        lambda *t: fln.fused_adaptive_layer_norm(*t, eps=EPS), modulate,
+        ("x of many", "scale of many", "shift of many"), "norm"),
     "adaptive_layer_norm, residual": (
         lambda x, residual, scale, shift: fln.fused_adaptive_layer_norm(x, scale, shift, residual=residual, eps=EPS),
         lambda x, residual, scale, shift: (modulate(residual + x, scale, shift), residual + x),
@@ -169,7 +175,7 @@ def main():
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
     for dtype in args.dtype:
         for hidden_size in args.hidden:
-            rows = (256 << 20) // (hidden_size * DTYPES[dtype].itemsize) // SAMPLES * SAMPLES
+            rows = (256 << 20) // (hidden_size * DTYPES[dtype].itemsize) // MANY_SAMPLES * MANY_SAMPLES
             inputs = tensors(rows, hidden_size, DTYPES[dtype])
             for name, (ours, theirs, names, moved) in FUSIONS.items():
                 if args.only not in name:

@@ -122,12 +122,14 @@ def list_calls(light=False):
         y = norm(x, weight, bias, **options)
         backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)), part)
 
-    def modulated(samples, tokens, hidden_size, dtype, gated, part=None):
-        x, residual = (tensor(dtype, samples, tokens, hidden_size) for _ in "xr")
+    def modulated(samples, tokens, hidden_size, dtype, residual_dtype, gated, part=None):
+        x = tensor(dtype, samples, tokens, hidden_size)
+        residual = None if residual_dtype is None else tensor(residual_dtype, samples, tokens, hidden_size)
         gate = tensor(dtype, samples, hidden_size) if gated else None
         scale, shift = (tensor(dtype, samples, hidden_size) for _ in "ss")
         results = fused_adaptive_layer_norm(x, scale, shift, gate=gate, residual=residual)
-        leaves = (x, residual, scale, shift) + ((gate,) if gated else ())
+        results = results if residual is not None else (results,)
+        leaves = tuple(t for t in (x, residual, scale, shift, gate) if t is not None)
         backward(results, tuple(torch.randn_like(t) for t in results), (leaves, (x,), leaves[-1:]), part)
 
     def add(
@@ -182,6 +184,15 @@ def list_calls(light=False):
                 for rows in rows_for(hidden_size):
                     norm, weight_dtype = draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((dtype, single))
                     calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, 0, draw.choice(after)))
+                    calls.append((plain, rows, hidden_size, dtype, draw.choice((dtype, single)), norm, 0,
+                                  {"memory_efficient": True}))  # fmt: skip
+    for dtype, z in mixes:
+        for hidden_size in lengths(kinds[z], light):
+            if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
+                for rows in rows_for(hidden_size):
+                    calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True))
+    for dtype, hidden_size in () if light else ((half, 1152), (brain, 1024), (single, 512)):  # rows in turns
+        calls.append((modulated, 16, 2048, hidden_size, dtype, None, False))
     # What the stages leave to kernels of their own: ragged rows, mixtures of dtypes, fp64.
     for (dtype, z), p, hidden_size in itertools.product((*mixes, (double, double)), (0.0, 0.1), (1, 7, 131, 769, 4099)):
         add_call(draw.choice((FEW, 100)), hidden_size, dtype, draw.choice((z, None)), z, p)
@@ -192,10 +203,11 @@ def list_calls(light=False):
     for dtype, hidden_size, gated in itertools.product(
         (half, brain, single, double), (131, 264, 1024, 4099, 20000), (False, True)
     ):
-        calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, gated))
+        calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, dtype, gated))
     draw.shuffle(calls)
     if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
-        calls = [(*call, part) for call in sorted(calls, key=lambda call: -call[1]) for part in range(3)]
+        calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))
+        calls = [(*call, part) for call in calls for part in range(3)]
     return calls
 
 

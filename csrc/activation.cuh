@@ -39,8 +39,8 @@ __device__ __forceinline__ T sigmoid(T t) {
 // Phi, the distribution function of the normal distribution. Quick: for t < 0 two to the power of a polynomial in |t|
 // of the seventh degree, found by least squares, reweighted until the largest error relative to 2^-17 + 2e-8 / Phi(t)
 // was as small as it gets (Lawson); its leading coefficient was set, so that it falls for every larger |t|. t * Phi(t)
-// is off by 2e-6 of itself for t > -2, 4e-6 for t > -3, and by less than 4e-7 everywhere (float32, against float64); by
-// erff(), and so in PyTorch, it is off by 3e-6, 2e-4 and 1.2e-6.
+// is off by 2e-6 of itself for t > -2, 4e-6 for t > -3, and by less than 4e-7 everywhere (float32, against float64);
+// PyTorch's gelu on the CPU is off by 3e-6, 2e-4 and 1.2e-6.
 template <bool kQuick, typename T>
 __device__ __forceinline__ T normal_distribution(T t) {
   if constexpr (kQuick) {

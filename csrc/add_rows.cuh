@@ -21,7 +21,7 @@ __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, 
 
 // Forward: a row is x as it lies in memory, or z = residual + dropout(x), which is made, rounded and written where it
 // is loaded. `x` is x's type; that of the kernel is residual's and z's.
-struct NoAdd {};
+struct NotFused {};
 template <typename x>
 struct Add : AddStage {};
 
@@ -29,12 +29,17 @@ struct Add : AddStage {};
 // residual are made. `x` is the type of x and grad_output; that of the kernel is residual's and z's.
 template <typename x>
 struct AddGrad : AddGradStage {};
+template <typename x>
+struct GateGrad : GateGradStage {};
 
-// What comes after the norm; x's type is the kernel's.
+// What comes after the norm, forward and backward; x's type is the kernel's.
 template <typename x>
 struct After : AfterNorm {};
+
+// Backward: what is read as x is forward's y, from which x_hat is had; x's type is the kernel's.
+struct FromYStage {};
 template <typename x>
-struct AfterGrad : AfterNorm {};
+struct FromY : FromYStage {};
 
 template <typename Stage, typename scalar_t>
 struct TypeOfX {
@@ -48,14 +53,24 @@ template <typename x, typename scalar_t>
 struct TypeOfX<AddGrad<x>, scalar_t> {
   using type = x;
 };
+template <typename x, typename scalar_t>
+struct TypeOfX<GateGrad<x>, scalar_t> {
+  using type = x;
+};
 template <typename Stage, typename scalar_t>
 using x_type = typename TypeOfX<Stage, scalar_t>::type;
 template <typename Stage>
-constexpr bool kIsFused = !std::is_same<Stage, NoAdd>::value;
+constexpr bool kIsFused = !std::is_same<Stage, NotFused>::value;
 template <typename Stage>
 constexpr bool kAdds = std::is_base_of<AddStage, Stage>::value || std::is_base_of<AddGradStage, Stage>::value;
 template <typename Stage>
+constexpr bool kHasGate = std::is_base_of<GateGradStage, Stage>::value;
+template <typename Stage>
 constexpr bool kHasAfter = std::is_base_of<AfterNorm, Stage>::value;
+template <typename Stage>
+constexpr bool kIsFromY = std::is_base_of<FromYStage, Stage>::value;
+template <typename Stage>
+constexpr bool kNeedsBias = kHasAfter<Stage> || kIsFromY<Stage>;  // backward
 
 // Dropout of the elements of one row, which are of the accumulation type.
 template <typename T>

@@ -22,6 +22,7 @@ struct Slice {
   int elements;             // may be 0 in the last blocks
   int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
   int end_row;
+  int segment;              // of the rows, where they have several
   int64_t first_parameter;  // where weight and bias of these columns begin
 
   // In whole sets of kSet vectors, so that tensors of a narrower type are made of 16 bytes too.
@@ -39,14 +40,16 @@ struct Slice {
     slice.first_row = cluster * Plan::kRows;
     slice.row_step = clusters * Plan::kRows;
     slice.end_row = static_cast<int>(params.rows);
+    slice.segment = 0;
     slice.first_parameter = slice.first_col;
     if (params.segments > 1) {
-      const int clusters_each = clusters / params.segments, segment = cluster / clusters_each;
+      const int clusters_each = clusters / params.segments;
       const int rows_each = static_cast<int>(params.rows) / params.segments;
-      slice.first_row = segment * rows_each + (cluster - segment * clusters_each) * Plan::kRows;
+      slice.segment = cluster / clusters_each;
+      slice.first_row = slice.segment * rows_each + (cluster - slice.segment * clusters_each) * Plan::kRows;
       slice.row_step = clusters_each * Plan::kRows;
-      slice.end_row = (segment + 1) * rows_each;
-      slice.first_parameter += segment * params.weight_stride;
+      slice.end_row = (slice.segment + 1) * rows_each;
+      slice.first_parameter += slice.segment * params.weight_stride;
     }
     return slice;
   }
@@ -60,42 +63,44 @@ struct Slice {
 // A row keeps its address's place within 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu:
 // 673 MB for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
 //
-template <typename scalar_t, typename Plan, typename AddTo>
+template <typename scalar_t, typename Plan, typename Fused>
 struct RowRing {
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kBulk = true;
 #else
   static constexpr bool kBulk = false;
 #endif
-  using grad_t = x_type<AddTo, scalar_t>;
+  using grad_t = x_type<Fused, scalar_t>;
   static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
-  static constexpr int kTensors = kAdds<AddTo> ? 3 : 2;  // x, grad_output, grad_residual_out
+  // x, grad_output, grad_residual_out, and what the gate multiplies
+  static constexpr int kTensors = kHasGate<Fused> ? 4 : kAdds<Fused> ? 3 : 2;
   static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
   static constexpr bool kAligned = kVecBytes % 16 == 0;  // rows begin at multiples of 16 bytes
-  static_assert(kAligned || !kAdds<AddTo>, "whole rows");
+  static_assert(kAligned || !kAdds<Fused>, "whole rows");
   // Bytes of a row, its place and an overhang included
   static constexpr int pitch_of(int tensor) {
-    return kThreads * kVecs * kVec * static_cast<int>(tensor == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 128;
+    return kThreads * kVecs * kVec * static_cast<int>(tensor % 2 == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 128;
   }
   static constexpr int start_of(int tensor) {  // within a stage
-    return kRows * ((tensor > 0 ? pitch_of(0) : 0) + (tensor > 1 ? pitch_of(1) : 0));
+    return kRows * ((tensor + 1) / 2 * pitch_of(0) + tensor / 2 * pitch_of(1));
   }
   static constexpr int kStageBytes = start_of(kTensors - 1) + kRows * pitch_of(kTensors - 1);
   static constexpr int kMaxDepth = 4;
   // Lanes of the asking warp that share the work of a row, one a tensor, and rows that it asks for at once
-  static constexpr int kRowLanes = kAdds<AddTo> ? 4 : 2;
+  static constexpr int kRowLanes = kAdds<Fused> ? 4 : 2;
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
   // Of a row in the ring: the shared addresses of its tensors, and its statistics.
   struct Entry {
     unsigned x, grad;
     float rstd, mean;
-    unsigned residual;
+    unsigned residual, gated;
   };
   struct Barriers {
     uint64_t full[kMaxDepth], empty[kMaxDepth];
     uint4 entries[kMaxDepth][kRows];
     float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][kRows];
-    unsigned residuals[kAdds<AddTo> ? kMaxDepth : 1][kRows];
+    unsigned residuals[kAdds<Fused> ? kMaxDepth : 1][kRows];  // and gateds, where there are
+    unsigned gateds[kHasGate<Fused> ? kMaxDepth : 1][kRows];
     uint4 zeros;
   };
 
@@ -138,23 +143,30 @@ struct RowRing {
 
   // The whole task of the warp that asks: stage after stage, as the readers are done with what was there. Each lane has
   // its copies to ask for: one lane alone would take longer to work out the addresses of short rows than they to come.
-  __device__ void ask_for_all(const NormBackwardParams& params, const AddTo& add_to, const Slice& slice) {
+  __device__ void ask_for_all(const NormBackwardParams& params, const Fused& fused, const Slice& slice) {
     if constexpr (kBulk) {
       const int lane = threadIdx.x % 32;
-      // Which tensor: x, grad_output, grad_residual_out, or none
+      // Which tensor: x, grad_output, grad_residual_out, what the gate multiplies, or none
       const int tensor = lane % kRowLanes;
       const bool for_x = tensor == 0;
       RowStrides strides = for_x ? params.x_strides : params.grad_output_strides;
       const char* data = static_cast<const char*>(for_x ? params.x : params.grad_output);
       int element_bytes = static_cast<int>(sizeof(scalar_t));
       bool asks = true;
-      if constexpr (kAdds<AddTo>) {
-        if (tensor == 1) element_bytes = static_cast<int>(sizeof(grad_t));
+      if constexpr (kAdds<Fused>) {
+        if (tensor % 2 == 1) element_bytes = static_cast<int>(sizeof(grad_t));
         if (tensor == 2) {
-          strides = add_to.grad_residual_out_strides;
-          data = static_cast<const char*>(add_to.grad_residual_out);
+          strides = fused.grad_residual_out_strides;
+          data = static_cast<const char*>(fused.grad_residual_out);
         }
         asks = tensor < 2 || (tensor == 2 && data);
+        if constexpr (kHasGate<Fused>) {
+          if (tensor == 3) {
+            strides = fused.x_strides;
+            data = static_cast<const char*>(fused.x);
+            asks = true;
+          }
+        }
       }
       const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(element_bytes);
       data += slice.first_col * static_cast<int64_t>(element_bytes);
@@ -192,9 +204,10 @@ struct RowRing {
         const int copies = row_bytes == 0 || !asks ? 0 : dense ? 1 : count;
         const unsigned bytes = dense ? count * row_bytes : row_bytes;
         unsigned total = 2 * count * row_bytes;
-        if constexpr (kAdds<AddTo>)
+        if constexpr (kAdds<Fused>)
           total = count * elements *
-                  static_cast<unsigned>((add_to.grad_residual_out ? 2 : 1) * sizeof(scalar_t) + sizeof(grad_t));
+                  static_cast<unsigned>((fused.grad_residual_out ? 2 : 1) * sizeof(scalar_t) +
+                                        (kHasGate<Fused> ? 2 : 1) * sizeof(grad_t));
         [[maybe_unused]] bool has_rest = false;
         if constexpr (!kAligned) {
           total = 0;
@@ -211,7 +224,7 @@ struct RowRing {
           __syncwarp();
         }
         wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
-        const int pitch = pitch_of(kAdds<AddTo> ? tensor : 0);
+        const int pitch = pitch_of(kAdds<Fused> ? tensor : 0);
         const unsigned first = start(stage, tensor);
 #pragma unroll
         for (int share = 0; share < kShares; ++share) {
@@ -220,9 +233,10 @@ struct RowRing {
           const unsigned place =
               dense ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row)) % 128) + group * row_bytes
                     : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row + group)) % 128) + group * pitch;
-          if constexpr (kAdds<AddTo>) {
-            if (tensor == 2) {
-              store_shared_element(residuals + 4 * (stage * kRows + group), first + place);
+          if constexpr (kAdds<Fused>) {
+            if (tensor >= 2) {
+              store_shared_element(residuals + 4 * ((tensor - 2) * kMaxDepth * kRows + stage * kRows + group),
+                                   first + place);
               continue;
             }
           }
@@ -265,8 +279,8 @@ struct RowRing {
 
   // Each thread brings its own vectors of row `row` into stage `into`; a group of copies even where there is no such
   // row, as wait_full() counts groups. Nothing to do where the copy engine works.
-  __device__ void bring(const NormBackwardParams& params, const AddTo& add_to, int64_t first_col, int64_t row,
-                        int group, int rank, int into) {
+  __device__ void bring(const NormBackwardParams& params, const Fused& fused, int64_t first_col, int64_t row, int group,
+                        int rank, int into) {
     if constexpr (kBulk) return;
     const auto bring_row = [&](const auto* data, const RowStrides& strides, int tensor) {
       using T = std::decay_t<decltype(*data)>;
@@ -286,17 +300,18 @@ struct RowRing {
     if (row < end_row) {
       bring_row(static_cast<const scalar_t*>(params.x), params.x_strides, 0);
       bring_row(static_cast<const grad_t*>(params.grad_output), params.grad_output_strides, 1);
-      if constexpr (kAdds<AddTo>) {
-        if (add_to.grad_residual_out)
-          bring_row(static_cast<const scalar_t*>(add_to.grad_residual_out), add_to.grad_residual_out_strides, 2);
+      if constexpr (kAdds<Fused>) {
+        if (fused.grad_residual_out)
+          bring_row(static_cast<const scalar_t*>(fused.grad_residual_out), fused.grad_residual_out_strides, 2);
       }
+      if constexpr (kHasGate<Fused>) bring_row(static_cast<const grad_t*>(fused.x), fused.x_strides, 3);
     }
     commit_copies();
   }
-  __device__ void bring_first(const NormBackwardParams& params, const AddTo& add_to, const Slice& slice, int group,
+  __device__ void bring_first(const NormBackwardParams& params, const Fused& fused, const Slice& slice, int group,
                               int rank) {
     for (int ahead = 0; ahead < depth && !kBulk; ++ahead)
-      bring(params, add_to, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
+      bring(params, fused, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
   }
 
   // Returns when the current stage has arrived.
@@ -314,13 +329,15 @@ struct RowRing {
   __device__ Entry entry(const NormBackwardParams& params, int of_stage, int row, int group) const {
     if constexpr (kBulk) {
       const uint4 found = load_shared(entries + 16 * (of_stage * kRows + group));
-      unsigned residual = 0;
-      if constexpr (kAdds<AddTo>) residual = load_shared_element<unsigned>(residuals + 4 * (of_stage * kRows + group));
-      return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual};
+      unsigned residual = 0, gated = 0;
+      const unsigned at = residuals + 4 * (of_stage * kRows + group);
+      if constexpr (kAdds<Fused>) residual = load_shared_element<unsigned>(at);
+      if constexpr (kHasGate<Fused>) gated = load_shared_element<unsigned>(at + 4 * kMaxDepth * kRows);
+      return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual, gated};
     }
     const auto at = [&](int tensor) { return start(of_stage, tensor) + group * pitch_of(tensor); };
     const auto stats = load_stats<scalar_t>(params, row);
-    return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), at(2)};
+    return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), at(2), at(3)};
   }
   __device__ RowStats<scalar_t> stats(const NormBackwardParams& params, const Entry& entry, int of_stage, int row,
                                       int group) const {
@@ -348,12 +365,12 @@ struct RowRing {
   }
   // Gives stage `read` free: this warp, whose lanes at work are `lanes`, has read all it needs of it. `next` is the row
   // that comes there.
-  __device__ void release(const NormBackwardParams& params, const AddTo& add_to, int64_t first_col, int read,
+  __device__ void release(const NormBackwardParams& params, const Fused& fused, int64_t first_col, int read,
                           int64_t next, int group, int rank, unsigned lanes) {
     if constexpr (kBulk) {
       arrive_of_warp(full + kEmpty + 8 * read, lanes);
     } else {
-      bring(params, add_to, first_col, next, group, rank, read);
+      bring(params, fused, first_col, next, group, rank, read);
     }
   }
 };
@@ -432,16 +449,16 @@ struct SumExchange {
   }
 };
 
-// AddTo: NoAdd, or an AddGrad or AfterGrad, with which weight may also be fp32 whatever weight_t.
-template <typename scalar_t, typename weight_t, typename Plan, typename AddTo>
+// Fused: NotFused, or an AddGrad, GateGrad, After or FromY, with which weight may also be fp32 whatever weight_t.
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
-                               int depth, const __grid_constant__ AddTo add_to) {
+                               int depth, const __grid_constant__ Fused fused) {
   using acc_t = acc_type<scalar_t>;
-  using x_t = x_type<AddTo, scalar_t>;
+  using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
   using Row = RowThreads<kThreads, kRows>;
-  using Ring = RowRing<scalar_t, Plan, AddTo>;
+  using Ring = RowRing<scalar_t, Plan, Fused>;
   constexpr bool kAligned = Ring::kAligned;
   using Exchange = SumExchange<Plan, acc_t>;
   extern __shared__ __align__(128) uint4 ring_memory[];
@@ -464,42 +481,54 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   const Places<Plan, !kAligned> held(slice.elements, rank * kVec);
   const auto elements_of = [&](int v) { return held.count(v); };
   const auto column_of = [&](int v) { return (held.index(v) * kThreads + rank) * kVec; };
-  acc_t grad_weight[kVecs][kVec], grad_bias[kVecs][kVec];
+  // Sums along the columns, the last where there is a gate
+  constexpr int kSums = kHasGate<Fused> ? 3 : 2;
+  acc_t column_sums[kSums][kVecs][kVec];
+  auto &grad_weight = column_sums[0], &grad_bias = column_sums[1];
   if (threadIdx.x >= kThreads * kRows) {
-    ring.ask_for_all(params, add_to, slice);
+    ring.ask_for_all(params, fused, slice);
   } else {
     acc_t weight[kVecs][kVec];
-    [[maybe_unused]] acc_t bias[kHasAfter<AddTo> ? kVecs : 1][kVec];
+    [[maybe_unused]] acc_t bias[kNeedsBias<Fused> ? kVecs : 1][kVec], gate[kHasGate<Fused> ? kVecs : 1][kVec];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int64_t at = slice.first_parameter + column_of(v);
       const auto load = [&](auto type) {
         using T = decltype(type);
         load_weight<T>(weight[v], params, at, elements_of(v));
-        if constexpr (kHasAfter<AddTo>) {
+        if constexpr (kNeedsBias<Fused>) {
           RawVec<T, kVec> raw = zero_vec<T, kVec>();
           if (params.bias && elements_of(v) > 0) raw = load_vec<T, kVec>(static_cast<const T*>(params.bias) + at);
           unpack(raw, bias[v]);
         }
       };
-      if (kIsFused<AddTo> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
+      if (kIsFused<Fused> && sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32) {
         load(float{});
       } else {
         load(weight_t{});
       }
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) grad_weight[v][i] = grad_bias[v][i] = 0;
+      for (int sum = 0; sum < kSums; ++sum)
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) column_sums[sum][v][i] = 0;
+      if constexpr (kHasGate<Fused>) {
+        RawVec<x_t, kVec> raw = zero_vec<x_t, kVec>();
+        if (elements_of(v) > 0)
+          raw = load_vec<x_t, kVec>(static_cast<const x_t*>(fused.gate) + slice.segment * fused.gate_stride +
+                                    slice.first_col + column_of(v));
+        unpack(raw, gate[v]);
+      }
     }
-    ring.bring_first(params, add_to, slice, group, rank);
+    ring.bring_first(params, fused, slice, group, rank);
     const int rows = slice.end_row;
     int row = slice.first_row + group;
     const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + rank * kVec;
     x_t* grad_input = static_cast<x_t*>(params.grad_input) + own;
     [[maybe_unused]] scalar_t* grad_residual = nullptr;
     [[maybe_unused]] bool has_skip = false;  // a gradient of residual_out
-    if constexpr (kAdds<AddTo>) {
-      grad_residual = static_cast<scalar_t*>(add_to.grad_residual) + own;
-      has_skip = add_to.grad_residual_out;
+    if constexpr (kAdds<Fused>) {
+      grad_residual = static_cast<scalar_t*>(fused.grad_residual) + own;
+      has_skip = fused.grad_residual_out;
     }
 
     // Of whole vectors, where the slice has no v-th for this thread, the row's first takes the place of x's, zeros
@@ -520,8 +549,9 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     const auto read_grad = [&](unsigned at, int v, auto whole) {
       return read_as(x_t{}, !kAligned || elements_of(v) > 0 ? at : ring.zeros, v, whole);
     };
+    const auto read_gated = [&](unsigned at, int v, auto whole) { return read_as(x_t{}, at, v, whole); };
     const auto read_skip = [&](unsigned at, int v, auto whole) {
-      return kAdds<AddTo> && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
+      return kAdds<Fused> && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
     };
     // The lanes of this warp that have a row: where several rows share a warp, some may have none in the last turn, and
     // have left the loop. Rows go to lanes in order.
@@ -545,26 +575,26 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
                             [[maybe_unused]] auto keep) {
       Pair<acc_t> sums{0, 0};
       [[maybe_unused]] const auto dropout = [&] {
-        if constexpr (kHasAfter<AddTo>)
-          return RowDropout<acc_t>(add_to.dropout, row);
+        if constexpr (kHasAfter<Fused>)
+          return RowDropout<acc_t>(fused.dropout, row);
         else
-          return NoAdd{};
+          return NotFused{};
       }();
       for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec];
         RawVec<scalar_t, kVec> x_of[1] = {x_vec(v, whole)};
         unpack(grad_vec(v, whole), grad);
-        if constexpr (kHasAfter<AddTo>) {
+        if constexpr (kHasAfter<Fused>) {
           int col = column_of(v);
           asm volatile("" : "+r"(col));  // what follows from it is made anew: kept for each vector, it would spill
-          if (add_to.dropout.philox) dropout.apply(grad, slice.first_col + col);
-          if (add_to.activation != Activation::kNone) {
+          if (fused.dropout.philox) dropout.apply(grad, slice.first_col + col);
+          if (fused.activation != Activation::kNone) {
             acc_t norm[kVec];
             unpack(x_of[0], norm);
 #pragma unroll
             for (int i = 0; i < kVec; ++i)
               norm[i] = fma(mul(stats.centered(norm[i]), stats.rstd), weight[v][i], bias[v][i]);
-            activate_backward<sizeof(x_t) == 2>(grad, norm, add_to.activation);
+            activate_backward<sizeof(x_t) == 2>(grad, norm, fused.activation);
             forget(x_of);
           }
           const RawVec<x_t, kVec> rounded = pack<x_t>(grad);
@@ -572,37 +602,65 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           unpack(rounded, grad);
         }
         unpack(x_of[0], x);
-        add_to_row(sums, stats, x, grad, weight[v]);
-        add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+        if constexpr (kIsFromY<Fused>) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) x[i] = sub(x[i], bias[v][i]);
+          add_from_y(sums, grad_weight[v], grad_bias[v], x, grad, weight[v]);
+        } else {
+          add_to_row(sums, stats, x, grad, weight[v]);
+          add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+        }
       });
       return sums;
     };
     const auto store = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, Pair<acc_t> sums, auto x_vec,
-                           auto grad_vec, [[maybe_unused]] auto skip_vec) {
-      const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
-      [[maybe_unused]] const auto dropout = [&] {
-        if constexpr (kAdds<AddTo>)
-          return RowDropout<acc_t>(add_to.dropout, row);
+                           auto grad_vec, [[maybe_unused]] auto skip_vec, [[maybe_unused]] auto gated_vec) {
+      const auto of_sums = [&] {
+        if constexpr (kIsFromY<Fused>)
+          return UnitStats<acc_t>{1};
         else
-          return NoAdd{};
+          return stats;
+      }();
+      const Pair<acc_t> row_terms = slope_and_level(sums, of_sums, params, inverse_n);
+      [[maybe_unused]] const auto dropout = [&] {
+        if constexpr (kAdds<Fused> && !kHasGate<Fused>)
+          return RowDropout<acc_t>(fused.dropout, row);
+        else
+          return NotFused{};
       }();
       for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec], values[kVec];
         unpack(x_vec(v, whole), x);
         unpack(grad_vec(v, whole), grad);
-        grad_input_of(values, stats, row_terms, x, grad, weight[v]);
-        if constexpr (kAdds<AddTo>) {
+        if constexpr (kIsFromY<Fused>) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) x[i] = mul(sub(x[i], bias[v][i]), quick_inverse(weight[v][i]));
+          grad_input_of(values, UnitStats<acc_t>{stats.rstd}, row_terms, x, grad, weight[v]);
+        } else {
+          grad_input_of(values, stats, row_terms, x, grad, weight[v]);
+        }
+        if constexpr (kAdds<Fused>) {
           acc_t skip[kVec];
           unpack(skip_vec(v, whole), skip);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) values[i] = add(values[i], skip[i]);
           const bool is_there = elements_of(v) > 0;
-          store_vec_if(is_there && add_to.grad_residual, grad_residual + v * kThreads * kVec, values);
-          if (add_to.dropout.philox) dropout.apply(values, slice.first_col + column_of(v));
+          store_vec_if(is_there && fused.grad_residual, grad_residual + v * kThreads * kVec, values);
+          if constexpr (kHasGate<Fused>) {
+            acc_t gated[kVec];
+            unpack(gated_vec(v, whole), gated);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+              column_sums[kSums - 1][v][i] = fma(gated[i], values[i], column_sums[kSums - 1][v][i]);
+              values[i] = mul(values[i], gate[v][i]);
+            }
+          } else {
+            if (fused.dropout.philox) dropout.apply(values, slice.first_col + column_of(v));
+          }
           store_vec_if(is_there && params.grad_input, grad_input + v * kThreads * kVec, values);
         } else if constexpr (kAligned) {
-          // Without an add or after stage it is for who wants grad_input
-          store_vec_if(elements_of(v) > 0 && (!kHasAfter<AddTo> || params.grad_input), grad_input + v * kThreads * kVec,
+          // Without a stage it is for who wants grad_input
+          store_vec_if(elements_of(v) > 0 && (!kIsFused<Fused> || params.grad_input), grad_input + v * kThreads * kVec,
                        values);
         } else {
 #pragma unroll
@@ -612,7 +670,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         }
       });
       grad_input += slice.row_step * params.hidden_size;
-      if constexpr (kAdds<AddTo>) grad_residual += slice.row_step * params.hidden_size;
+      if constexpr (kAdds<Fused>) grad_residual += slice.row_step * params.hidden_size;
     };
 
     if constexpr (!Plan::kOneBehind) {
@@ -620,16 +678,17 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 #pragma unroll 1
       for (int turn = 0; row < rows; row += slice.row_step, turn ^= 1) {
         ring.wait_full();
-        RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<AddTo> ? kVecs : 1] = {};
-        RawVec<x_t, kVec> grad_raw[kVecs];
+        RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<Fused> ? kVecs : 1] = {};
+        RawVec<x_t, kVec> grad_raw[kVecs], gated_raw[kHasGate<Fused> ? kVecs : 1] = {};
         const auto entry = ring.entry(params, ring.stage, row, group);
         const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
         for_each([&](int v, auto whole) {
           x_raw[v] = read(entry.x, v, whole);
           grad_raw[v] = read_grad(entry.grad, v, whole);
-          if constexpr (kAdds<AddTo>) skip_raw[v] = read_skip(entry.residual, v, whole);
+          if constexpr (kAdds<Fused>) skip_raw[v] = read_skip(entry.residual, v, whole);
+          if constexpr (kHasGate<Fused>) gated_raw[v] = read_gated(entry.gated, v, whole);
         });
-        ring.release(params, add_to, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
+        ring.release(params, fused, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
                      lanes_at_work(row));
         ring.next_stage();
         const Pair<acc_t> sums = row_sum<Row>(
@@ -641,7 +700,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         forget(grad_raw);
         store(
             stats, row, sums, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
-            [&](int v, auto) { return skip_raw[kAdds<AddTo> ? v : 0]; });
+            [&](int v, auto) { return skip_raw[kAdds<Fused> ? v : 0]; },
+            [&](int v, auto) { return gated_raw[kHasGate<Fused> ? v : 0]; });
       }
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
@@ -649,7 +709,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       // gradient where something came after: put back into the stage, it would have to be fenced from the copy engine
       // in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for 209).
       int turn = 0;
-      constexpr int kKept = kHasAfter<AddTo> ? kVecs : 1;
+      constexpr int kKept = kHasAfter<Fused> ? kVecs : 1;
       [[maybe_unused]] RawVec<x_t, kVec> kept[kKept], made[kKept];
       const auto finish = [&] {
         const int behind = ring.stage == 0 ? depth - 1 : ring.stage - 1;
@@ -658,13 +718,14 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             ring.stats(params, entry, behind, row - slice.row_step, group), row - slice.row_step,
             exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
             [&](int v, auto whole) {
-              if constexpr (kHasAfter<AddTo>)
+              if constexpr (kHasAfter<Fused>)
                 return kept[v];
               else
                 return read_grad(entry.grad, v, whole);
             },
-            [&](int v, auto whole) { return read_skip(entry.residual, v, whole); });
-        ring.release(params, add_to, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank,
+            [&](int v, auto whole) { return read_skip(entry.residual, v, whole); },
+            [&](int v, auto whole) { return read_gated(entry.gated, v, whole); });
+        ring.release(params, fused, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, rank,
                      0xffffffffu);
       };
 #pragma unroll 1
@@ -677,12 +738,18 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
                                  [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
                                  [&](int v, const RawVec<x_t, kVec>& rounded) { made[v] = rounded; }));
         if (turn > 0) finish();
-        if constexpr (kHasAfter<AddTo>)
+        if constexpr (kHasAfter<Fused>)
 #pragma unroll
           for (int v = 0; v < kVecs; ++v) kept[v] = made[v];
         ring.next_stage();
       }
       if (turn > 0) finish();
+    }
+    if constexpr (kIsFromY<Fused>) {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) grad_weight[v][i] *= quick_inverse(weight[v][i]);
     }
   }
   if constexpr (Plan::kClusters) {
@@ -690,15 +757,15 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   } else {
     __syncthreads();
   }
-  if (!params.grad_weight && !params.grad_bias) return;
+  if (!params.grad_weight && !params.grad_bias && !params.grad_gate) return;
 
-  // The rows of this block, or cluster, become one partial sum, [grad_weight, grad_bias] of hidden_size each: over the
+  // The rows of this block, or cluster, become one partial sum, [kSums] of hidden_size each: over the
   // rows of a warp by exchange, then row after row through the ring's memory
   constexpr int kColumns = kThreads * kVecs * kVec;
   constexpr int kAdders = kRows * Row::kLanes / 32 > 0 ? kRows * Row::kLanes / 32 : 1;
   acc_t* merged = reinterpret_cast<acc_t*>(ring_memory);
   acc_t* partial = static_cast<acc_t*>(params.workspace) +
-                   static_cast<int64_t>(blockIdx.x / slice.blocks) * 2 * params.hidden_size + slice.first_col;
+                   static_cast<int64_t>(blockIdx.x / slice.blocks) * kSums * params.hidden_size + slice.first_col;
   const int adder = kThreads < 32 ? threadIdx.x / 32 : group;
   if (kThreads < 32 && threadIdx.x < kThreads * kRows) {
 #pragma unroll
@@ -706,10 +773,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 #pragma unroll
       for (int i = 0; i < kVec; ++i)
 #pragma unroll
-        for (int offset = kThreads; offset < 32; offset *= 2) {
-          grad_weight[v][i] += __shfl_xor_sync(0xffffffffu, grad_weight[v][i], offset);
-          grad_bias[v][i] += __shfl_xor_sync(0xffffffffu, grad_bias[v][i], offset);
-        }
+        for (int offset = kThreads; offset < 32; offset *= 2)
+#pragma unroll
+          for (int sum = 0; sum < kSums; ++sum)
+            column_sums[sum][v][i] += __shfl_xor_sync(0xffffffffu, column_sums[sum][v][i], offset);
   }
   const bool adds = threadIdx.x < kThreads * kRows && (kThreads >= 32 || threadIdx.x % 32 < kThreads);
   for (int turn = 0; turn < kAdders; ++turn) {
@@ -720,16 +787,15 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           if (i >= elements_of(v)) continue;
-          if (turn > 0) {
-            grad_weight[v][i] += merged[col + i];
-            grad_bias[v][i] += merged[kColumns + col + i];
-          }
-          if (turn < kAdders - 1) {
-            merged[col + i] = grad_weight[v][i];
-            merged[kColumns + col + i] = grad_bias[v][i];
-          } else {
-            partial[col + i] = grad_weight[v][i];
-            partial[params.hidden_size + col + i] = grad_bias[v][i];
+#pragma unroll
+          for (int sum = 0; sum < kSums; ++sum) {
+            acc_t& value = column_sums[sum][v][i];
+            if (turn > 0) value += merged[sum * kColumns + col + i];
+            if (turn < kAdders - 1) {
+              merged[sum * kColumns + col + i] = value;
+            } else {
+              partial[sum * params.hidden_size + col + i] = value;
+            }
           }
         }
       }
@@ -755,13 +821,13 @@ int running_clusters(const NormBackwardParams& params, const Residence& residenc
   return static_cast<int>(std::clamp<int64_t>(residence.clusters / segments, 1, turns)) * segments;
 }
 
-template <typename scalar_t, typename weight_t, typename Plan, typename AddTo>
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Residence& residence) {
   constexpr int kDevices = 64;
   static std::atomic<uint64_t> known[kDevices][kMaxCluster + 1];
   static OncePerDevice allowed;
-  using Ring = RowRing<scalar_t, Plan, AddTo>;
-  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan, AddTo>;
+  using Ring = RowRing<scalar_t, Plan, Fused>;
+  const auto kernel = norm_backward_fused_kernel<scalar_t, weight_t, Plan, Fused>;
   const uint64_t before = device < kDevices ? known[device][cluster].load(std::memory_order_relaxed) : 0;
   if (before > 0) {
     residence = {static_cast<int>(before >> 32), static_cast<int>(before & 0xffffffffu)};

@@ -84,6 +84,33 @@ __device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_
   }
 }
 
+// Both from y, by x_hat*weight = y - bias = `scaled`: then the sums along the columns are weight times grad_weight's.
+template <int kVec, typename T>
+__device__ __forceinline__ void add_from_y(Pair<T>& sums, T (&grad_weight)[kVec], T (&grad_bias)[kVec],
+                                           const T (&scaled)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    sums.first = fma(grad[i], scaled[i], sums.first);
+    sums.second = fma(grad[i], weight[i], sums.second);
+    grad_weight[i] = fma(grad[i], scaled[i], grad_weight[i]);
+    grad_bias[i] += grad[i];
+  }
+}
+
+// x_hat's own statistics, for what follows, and x's rstd.
+template <typename T>
+struct UnitStats {
+  T rstd;
+  __device__ T centered(T x_hat) const { return x_hat; }
+};
+
+// 1 / value to a unit in the last place.
+__device__ __forceinline__ float quick_inverse(float value) {
+  float result;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 // grad_input = (weight*grad_output + (x-mean)*slope + level)*rstd: the formula above with what is one number a row
 // taken together.
 template <int kVec, typename Stats, typename T>

@@ -178,11 +178,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("is_rms_norm"), py::arg("wants_x"), py::arg("wants_weight"), py::arg("bias_dtype"),
              py::arg("stats_grad"), py::arg("weight_sum") = std::nullopt, py::arg("bias_sum") = std::nullopt);
   module.def(
-      "recover_x",
-      [](const at::Tensor& y, const fln::OptionalTensor& weight, const fln::OptionalTensor& bias,
-         const at::Tensor& stats, int64_t normalized_ndim, double weight_offset) {
-        return fln::recover_x(y, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()), stats, normalized_ndim,
-                              weight_offset);
+      "backward_from_y",
+      [](const at::Tensor& grad_output, const at::Tensor& y, const fln::OptionalTensor& weight,
+         const fln::OptionalTensor& bias, const at::Tensor& stats, int64_t normalized_ndim, double weight_offset,
+         bool is_rms_norm, bool wants_x, bool wants_weight, bool wants_bias) {
+        auto found =
+            fln::backward_from_y(grad_output, y, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()), stats,
+                                 normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, wants_bias);
+        return std::make_tuple(std::move(found.x), std::move(found.weight), std::move(found.bias));
       },
       py::call_guard<py::gil_scoped_release>());
   module.def("set_differentiable_backward",

@@ -98,7 +98,7 @@ struct Stage {
     const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
     T* first = target - past;
     const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
-    if constexpr (kBulk) fence_engine();
+    if constexpr (kBulk) fence_bulk_store();
     Row::barrier();
     if constexpr (kBulk) {
       if (rank == 0 && begin < end)
@@ -182,8 +182,8 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-// The store stage of one row of an After. A branch for each vector costs the compiler less than a loop for each
-// activation, and true calls cost the kernel 5% (H200, bf16).
+// The store stage of one row of an After. A branch for each vector; true calls of the activations cost the kernel 5%
+// (H200, bf16, gelu).
 template <typename T, bool kQuick>
 struct AfterRow {
   Activation activation;
@@ -205,16 +205,16 @@ struct AfterRow {
 template <typename scalar_t, bool kEager>
 using ForwardParams = std::conditional_t<kEager, PlainForwardParams<scalar_t>, NormForwardParams>;
 
-// AddTo: NoAdd, or an Add or After, with which weight may also be fp32 whatever weight_t.
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename AddTo>
-__global__ void __launch_bounds__(kForwardThreads<Plan>,
-                                  kEager ? 1
-                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                       kAdds<AddTo>))
-    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager> params, acc_type<scalar_t> inverse_n,
-                        const __grid_constant__ AddTo add_to) {
+// Whether rows may be taken in turns (kTakesTurns). fp32 weights of 16-bit x would spill.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+constexpr bool kInTurns =
+    !kEager && !kIsFused<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kTakesTurns<scalar_t, Plan>;
+
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+__device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager>& params, acc_type<scalar_t> inverse_n,
+                                            const Fused& fused, int64_t row) {
   using acc_t = acc_type<scalar_t>;
-  using x_t = x_type<AddTo, scalar_t>;
+  using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
   constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
@@ -236,17 +236,17 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   // three bits, of many more than 16-bit results can show.
   constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
 
-  static_assert(!kIsFused<AddTo> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
-  // Which row, and which slice of it: the blocks of a cluster share a row, or the warps of a block
+  static_assert(!kIsFused<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  // Which slice of the row: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
-  if (row >= params.rows) return;
+  int rank = Row::rank();
+  // What follows from it is made anew each turn: kept, it would spill
+  if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) asm volatile("" : "+r"(rank));
   if (blocks > 1) cluster_arrive();
   const int hidden_size = static_cast<int>(params.hidden_size);
   const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
-  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : kByWarps<Plan> ? Row::warp() * kVecs * kStep : 0;
+  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : kByWarps<Plan> ? rank / 32 * kVecs * kStep : 0;
   const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size - slice_col;  // perhaps < 0
-  const int rank = Row::rank();
   const int own = rank % kSpan * kVec;  // where this thread's first vector begins
   constexpr int kTile = kVecs * kStep;
   const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
-  if constexpr (kEager || kIsFused<AddTo>) wait_for_previous_kernel();
+  if constexpr (kEager || kIsFused<Fused>) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count) {
     return load_parameter<kVec>(weight, count, params.weight, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
@@ -286,10 +286,10 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
       stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
-    if constexpr (kAdds<AddTo>) {
+    if constexpr (kAdds<Fused>) {
       const int col = slice_col + own;
-      const x_t* gate = static_cast<const x_t*>(add_to.gate) + segment_of(params, row) * add_to.gate_stride + col;
-      load_sum<Held, Plan>(raw, add_to, x + own, gate, row, hidden_size, col, Held(elements, own));
+      const x_t* gate = static_cast<const x_t*>(fused.gate) + segment_of(params, row) * fused.gate_stride + col;
+      load_sum<Held, Plan>(raw, fused, x + own, gate, row, hidden_size, col, Held(elements, own));
     } else {
       const int left = elements - tile;
       const scalar_t* first = x + tile + own;
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       part.n += warp_has;
     }
   }
-  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch);
+  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch, rank);
   if (blocks > 1) {
     part.n = static_cast<acc_t>(max(elements, 0));
     cluster_wait();
@@ -395,12 +395,12 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   if constexpr (kWidenAnew<Plan>) forget(raw);
   const int64_t y_row = row * params.hidden_size + slice_col;
   const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
-  const bool same_dtype = kIsFused<AddTo> || params.y_dtype == dtype_of<x_t>;
+  const bool same_dtype = kIsFused<Fused> || params.y_dtype == dtype_of<x_t>;
   const auto after = [&] {
-    if constexpr (kHasAfter<AddTo>)
-      return AfterRow<acc_t, sizeof(x_t) == 2>(add_to, row);
+    if constexpr (kHasAfter<Fused>)
+      return AfterRow<acc_t, sizeof(x_t) == 2>(fused, row);
     else
-      return NoAdd{};
+      return NotFused{};
   }();
 #pragma unroll 1
   for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-        if constexpr (kHasAfter<AddTo>) after.apply(values, slice_col + own + skip);
+        if constexpr (kHasAfter<Fused>) after.apply(values, slice_col + own + skip);
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
         } else if constexpr (kStaged) {
@@ -449,13 +449,13 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
       // What is fused leaves time for an addition of 0, and halves its code by it
-      if (kEager || (!kIsFused<AddTo> && same_dtype && weight_offset == 0)) {
+      if (kEager || (!kIsFused<Fused> && same_dtype && weight_offset == 0)) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
       }
     };
-    if constexpr (kIsFused<AddTo> && sizeof(weight_t) == 2) {
+    if constexpr (kIsFused<Fused> && sizeof(weight_t) == 2) {
       if (params.weight_dtype == DType::kFloat32) {
         const int64_t at = weight - static_cast<const weight_t*>(params.weight);  // parameter_at() anew spilled
         store_by(static_cast<const float*>(params.weight) + at, static_cast<const float*>(params.bias) + at);
@@ -466,15 +466,53 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   }
 }
 
+// Fused: NotFused, or an Add or After, with which weight may also be fp32 whatever weight_t.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+__global__ void __launch_bounds__(kForwardThreads<Plan>,
+                                  kEager ? 1
+                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
+                                                                       kAdds<Fused>))
+    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager> params, acc_type<scalar_t> inverse_n,
+                        const __grid_constant__ Fused fused) {
+  constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+  using Row = RowThreads<Plan::kThreads, kRows, true>;
+  if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
+    int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
+    do {
+      if (row >= params.rows) return;
+      forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
+      if (params.turns == 1) return;
+      row += kRows;
+      asm volatile("" : "+l"(row));
+      Row::barrier();
+    } while (row / kRows % kSegmentTurns != 0);
+  } else {
+    const int64_t row =
+        static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
+    if (row < params.rows) forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
+  }
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
+
+// How many blocks, or clusters, without kEager; and says in `params` how many rows they take one after the other.
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
+int64_t forward_blocks(NormForwardParams& params) {
+  constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+  params.turns = 1;
+  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.segments > 1 &&
+      params.rows * Plan::kThreads >= kSegmentTurns * kSegmentTurnsThreads)
+    params.turns = kSegmentTurns;
+  const int64_t rows = kRows * params.turns;
+  return (params.rows + rows - 1) / rows;
+}
 
 // With an Add or After, by the plans for them.
 template <typename scalar_t, typename x_t, typename Stage>
-cudaError_t launch_fused_forward(const NormForwardParams& params, const Stage& stage, cudaStream_t stream) {
+cudaError_t launch_fused_forward(NormForwardParams params, const Stage& stage, cudaStream_t stream) {
   return dispatch_plan<AddLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
-    constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-    const auto blocks = static_cast<unsigned>((params.rows + kRows - 1) / kRows);
+    const auto blocks = static_cast<unsigned>(forward_blocks<scalar_t, x_t, Plan, Stage>(params));
     // Only a launch of few blocks gains by overlap
     OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
     if (blocks > kEagerBlocks<Plan>) launch.config.numAttrs = 0;

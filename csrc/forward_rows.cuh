@@ -75,7 +75,7 @@ __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n
 // Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
 // elements. A barrier of the row, where it has more than a warp.
 template <typename Row, typename T>
-__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch) {
+__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch, int rank) {
   const T half = lanes_half_sum<Row, Row::kLanes>(Pair<T>{part.c, part.q});
   if constexpr (Row::kWarps == 1) {
     const T other = __shfl_xor_sync(Row::lane_mask(), half, Row::kLanes / 2);
@@ -84,8 +84,8 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
     part.q = upper ? half : other;
   } else {
     scratch += Row::group() * Row::kWarps;
-    const int lane = threadIdx.x % 32;
-    Moments<T>& mine = scratch[Row::warp()];
+    const int lane = rank % 32;
+    Moments<T>& mine = scratch[rank / 32];
     if (lane == 0) {
       mine.n = part.n;
       mine.m = part.m;

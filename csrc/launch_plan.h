@@ -11,9 +11,10 @@ namespace fused_layernorm {
 // A build for compute-sanitizer's racecheck, with what that tool does not follow said so that it does: of a warp that
 // arrives at a barrier every lane arrives, not one after __syncwarp(); barriers that several lanes begin in one
 // instruction, of which it takes the last lane to have begun them all, are followed by one more; and where rows are
-// merged there are two barriers for one, as it took the first access behind a barrier of 13 warps for one before it, in
-// some runs (one word of 16 that one statement reads). Few blocks are persistent, and few rows are many, so that small
-// problems use every kernel and its ring many times: the tool takes seconds for millions of elements.
+// merged there are two barriers for one, as it seems to take the first access behind a barrier of 13 warps for one
+// before it, in some runs (it reported one word of 16 that one statement reads, and nothing with two barriers). Few
+// blocks are persistent, and few rows are many, so that small problems use every kernel and its ring many times: the
+// tool takes seconds for millions of elements.
 #if defined(FLN_FOR_RACECHECK)
 constexpr bool kForRacecheck = true;
 #else
@@ -156,6 +157,22 @@ constexpr int64_t kEagerBlocks = kForRacecheck                 ? 8
                                                                : 512;
 template <typename scalar_t, typename Plan>
 constexpr bool kMayBeEager = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kVecs <= 6;
+
+// Where segments of rows have weights of their own, threads take so many rows one after the other if all of an SM's
+// threads have work then: rows next to each other, which find their weight in L1. A block a row, rows next to each
+// other are on different SMs, and each SM reads every segment's weight (H200, bf16, x of 256 MiB, us for 1, 8, 16, 64,
+// 256 segments; rows one after the other: 1, 2, 4, 8):
+//   N = 768   137 142 157 167 168;  138 144 151 160 159;  136 143 148 151 151;  138 152 153 152 152
+//   N = 1024  136 142 150 161 169;  136 140 144 153 154;  136 143 144 146 146;  136 145 145 146 149
+//   N = 1152  153 162 170 178 187;  142 164 180 175 180;  144 162 162 165 169;  145 163 164 165 168
+//   N = 4096  135 145 155 173 184;  140 146 152 168 170;  140 151 151 162 167;  140 154 156 165 168
+// The last spilled, which cost rows without segments 3%: such plans take one row. What did not help: the weight asked
+// for together with x, or 2048 rows ahead (N = 4096, 8 segments: within 1 us); rows side by side in larger blocks.
+constexpr int kSegmentTurns = 4;
+constexpr int64_t kSegmentTurnsThreads = kForRacecheck ? 64 : 132 * 1024;
+template <typename scalar_t, typename Plan>
+constexpr bool kTakesTurns =
+    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kThreads <= 32 || Plan::kVecs == 6);
 
 // Whether 16-bit elements are widened anew for each pass over the registers, rather than kept widened: two operations
 // an element more, half the registers.
@@ -305,6 +322,23 @@ struct AfterGradLadder<float> {
                       BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
+// With a gate, whose gradient is a third sum along the columns. H200, bf16, x of 256 MiB, 8 segments, us (the plain
+// pass over four inputs and two outputs 374): N = 256 32 x 1 R7 B2 391, R14 402, B3 437; 512 32 x 2 R7 403, R11 418, R5
+// B2 410, R7 B2 541 (spilled); 1024 64 x 2 R3 404, R5 413, R4 427; 1152 64 x 3 R3 400, 128 x 2 R2 431, R1 B2 424; 1536
+// 64 x 3 R3 414, 128 x 2 R2 401; 2048 128 x 2 R2 415, 64 x 4 R3 428; 3072 128 x 2 R2 C2 402, R3 413, 64 x 4 R3 C2 412;
+// 4096 128 x 2 R2 C2 410, R3 428, R1 B2 420, 64 x 4 R3 C2 426; 8192 128 x 2 R2 C4 405, R3 447, R1 B2 423, 64 x 4 R3 C4
+// 446. By a pass of its own over x and the gradient of z 470 (4096). fp32 was not measured.
+template <typename scalar_t>
+struct GateGradLadder {
+  using type = Ladder<BackwardPlan<32, 1, 8, 7, 2>, BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 3, 1>,
+                      BackwardPlan<64, 3, 8, 3, 1>, BackwardPlan<128, 2, 8, 2, 1, 16>>;
+};
+template <>
+struct GateGradLadder<float> {
+  using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 3, 1>,
+                      BackwardPlan<128, 4, 4, 2, 1, 16>>;
+};
+
 // Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward. H200, bf16: N = 4097 128 x 20 B2
 // 0.81, 64 x 20 R3 C2 0.63, 64 x 16 R4 C3 0.53, 128 x 8 R3 C3 0.49; 12345 128 x 20 B2 C3 0.69, 128 x 16 R2 C4 0.51; 769
 // 64 x 8 R6 0.72, 32 x 16 R10 0.66.
@@ -413,7 +447,8 @@ constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, of operations w
 
 constexpr int kFinalizeColumns = 32;
 constexpr int kFinalizeRows = 32;  // partial rows summed side by side, or 4 where there are few
-constexpr int kFewPartials = 40;   // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
+constexpr int kFewPartials =
+    kForRacecheck ? 1 : 40;  // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
 // Its blocks waiting beside those of backward from the start (launch_dependents) gained 0.2 us of 200.
 
 }  // namespace fused_layernorm

@@ -30,10 +30,12 @@ cudaError_t dispatch_stage(const NormBackwardParams& params, DType x, F&& f) {
   return dispatch_add_types(x, params.x_dtype, [&](auto types) {
     using x_t = typename decltype(types)::scalar_t;
     using scalar_t = typename decltype(types)::weight_t;
-    if constexpr (kHasAfter<Stage<x_t>> && !std::is_same<x_t, scalar_t>::value) {
+    if constexpr (kNeedsBias<Stage<x_t>> && !std::is_same<x_t, scalar_t>::value) {
       return cudaErrorNotSupported;
     } else {
-      using LadderOf = std::conditional_t<kHasAfter<Stage<x_t>>, AfterGradLadder<scalar_t>, AddGradLadder<scalar_t>>;
+      using LadderOf = std::conditional_t<
+          kHasAfter<Stage<x_t>>, AfterGradLadder<scalar_t>,
+          std::conditional_t<kHasGate<Stage<x_t>>, GateGradLadder<scalar_t>, AddGradLadder<scalar_t>>>;
       return dispatch_plan<LadderOf>(params.hidden_size, facts.max_cluster, [&](auto plan) {
         using Plan = decltype(plan);
         const int64_t vec_count = params.hidden_size / Plan::kVec;
@@ -58,6 +60,14 @@ cudaError_t dispatch_add_grad(const NormBackwardParams& params, F&& f) {
   return dispatch_stage<AddGrad>(params, x, f);
 }
 
+template <typename F>
+cudaError_t dispatch_gate(const NormBackwardParams& params, F&& f) {
+  const GateGradStage& stage = *params.gate;
+  const DType x = stage.grad_input_dtype;
+  if (stage.grad_output_dtype != x || stage.grad_residual_dtype != params.x_dtype) return cudaErrorNotSupported;
+  return dispatch_stage<GateGrad>(params, x, f);
+}
+
 // `stage`: what the kernel is told, but for its type.
 template <template <typename> class Stage, typename Types, typename Plan, typename Told>
 cudaError_t launch_stage(Types, Plan, const NormBackwardParams& params, const Told& stage, const FusedLaunch& launch,
@@ -70,13 +80,14 @@ cudaError_t launch_stage(Types, Plan, const NormBackwardParams& params, const To
   const cudaError_t error =
       cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, x_t, Plan, Stage<x_t>>, params,
                          inverse_of<float>(params.hidden_size), launch.depth, Stage<x_t>{stage});
-  if (error != cudaSuccess || !(params.grad_weight || params.grad_bias)) return error;
+  if (error != cudaSuccess || !(params.grad_weight || params.grad_bias || params.grad_gate)) return error;
   return launch_backward_finalize(params, launch.running, stream);
 }
 
 int64_t partials_bytes(const NormBackwardParams& params, const FusedLaunch& launch) {
-  if (!params.grad_weight && !params.grad_bias) return 0;
-  return static_cast<int64_t>(launch.running) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(float));
+  if (!params.grad_weight && !params.grad_bias && !params.grad_gate) return 0;
+  return static_cast<int64_t>(launch.running) * (params.grad_gate ? 3 : 2) * params.hidden_size *
+         static_cast<int64_t>(sizeof(float));
 }
 
 // ---- as the plain norm's -------------------------------------------------------------------------------------------
@@ -107,8 +118,17 @@ bool has_add_stage_cuda(const NormBackwardParams& params) {
 }
 
 bool has_after_stage_cuda(const NormBackwardParams& params) {
-  return dispatch_stage<AfterGrad>(params, params.x_dtype,
-                                   [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
+  return dispatch_stage<After>(params, params.x_dtype, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) ==
+         cudaSuccess;
+}
+
+bool has_y_stage_cuda(const NormBackwardParams& params) {
+  return dispatch_stage<FromY>(params, params.x_dtype, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) ==
+         cudaSuccess;
+}
+
+bool has_gate_stage_cuda(const NormBackwardParams& params) {
+  return dispatch_gate(params, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
 }
 
 int64_t fused_backward_workspace(const NormBackwardParams& params) {
@@ -118,7 +138,15 @@ int64_t fused_backward_workspace(const NormBackwardParams& params) {
     return cudaSuccess;
   };
   if (params.after) {
-    dispatch_stage<AfterGrad>(params, params.x_dtype, ask);
+    dispatch_stage<After>(params, params.x_dtype, ask);
+    return bytes;
+  }
+  if (params.x_is_y) {
+    dispatch_stage<FromY>(params, params.x_dtype, ask);
+    return bytes;
+  }
+  if (params.gate) {
+    dispatch_gate(params, ask);
     return bytes;
   }
   if (dispatch_add_grad(params, ask) == cudaSuccess) return bytes;
@@ -127,8 +155,18 @@ int64_t fused_backward_workspace(const NormBackwardParams& params) {
 
 cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream) {
   if (params.after) {
-    return dispatch_stage<AfterGrad>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
-      return launch_stage<AfterGrad>(types, plan, params, *params.after, launch, stream);
+    return dispatch_stage<After>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
+      return launch_stage<After>(types, plan, params, *params.after, launch, stream);
+    });
+  }
+  if (params.x_is_y) {
+    return dispatch_stage<FromY>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
+      return launch_stage<FromY>(types, plan, params, FromYStage{}, launch, stream);
+    });
+  }
+  if (params.gate) {
+    return dispatch_gate(params, [&](auto types, auto plan, const FusedLaunch& launch) {
+      return launch_stage<GateGrad>(types, plan, params, *params.gate, launch, stream);
     });
   }
   const cudaError_t launched = dispatch_add_grad(params, [&](auto types, auto plan, const FusedLaunch& launch) {

@@ -1,6 +1,7 @@
 // Forward with what comes after the norm: as one kernel, or as the plain norm and an operation over its y. And
 // operations on their own, from what forward was told and saved: the gradient of the norm from that of y, where
-// backward's kernel has no such stage (has_after_stage_cuda), and x - mean from y.
+// backward's kernel has no such stage (has_after_stage_cuda), and x - mean from y
+// (has_y_stage_cuda).
 #include "activation.cuh"
 #include "add_rows.cuh"
 #include "dispatch.cuh"
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kQuadThreads) recover_kernel(const __grid_cons
       norm.load(values, row);
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[i] = (values[i] - norm.bias[i]) * norm.weight[i] * sigma;
-      store_columns(params.y, params.x_dtype, row * params.hidden_size + col, values, count);
+      store_columns(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
     };
   });
 }

@@ -224,31 +224,34 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
 
 // ---- finalize ------------------------------------------------------------------------------------------------------
 
-// Adds up `partials` partial sums [grad_weight, grad_bias] of a segment: kRows threads side by side each take every
-// kRows-th, in order of the block that left them.
+// Adds up `partials` partial sums [grad_weight, grad_bias, or also grad_gate] of a segment: kRows threads side by side
+// each take every kRows-th, in order of the block that left them.
 template <typename acc_t, int kRows>
 __global__ void __launch_bounds__(kFinalizeColumns* kRows)
     norm_backward_finalize_kernel(const __grid_constant__ NormBackwardParams params, int partials) {
   __shared__ acc_t scratch[kRows][kFinalizeColumns];
   wait_for_previous_kernel();
-  void* gradient = blockIdx.y == 0 ? params.grad_weight : params.grad_bias;
+  const int which = static_cast<int>(blockIdx.y), sums = static_cast<int>(gridDim.y);
+  void* gradient = which == 0 ? params.grad_weight : which == 1 ? params.grad_bias : params.grad_gate;
+  const DType dtype = which == 0   ? params.grad_weight_dtype
+                      : which == 1 ? params.grad_bias_dtype
+                                   : params.grad_gate_dtype;
   if (!gradient) return;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x;
   acc_t sum = 0;
   if (column < params.hidden_size) {
-    const int64_t before = static_cast<int64_t>(blockIdx.z) * partials * 2 + blockIdx.y;
+    const int64_t before = static_cast<int64_t>(blockIdx.z) * partials * sums + which;
     const acc_t* partial = static_cast<const acc_t*>(params.workspace) + before * params.hidden_size + column;
 #pragma unroll 4
     for (int index = threadIdx.y; index < partials; index += kRows)
-      sum += partial[static_cast<int64_t>(index) * 2 * params.hidden_size];
+      sum += partial[static_cast<int64_t>(index) * sums * params.hidden_size];
   }
   scratch[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y > 0 || column >= params.hidden_size) return;
 #pragma unroll
   for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
-  store_gradient(params, gradient, blockIdx.y == 0 ? params.grad_weight_dtype : params.grad_bias_dtype,
-                 blockIdx.z * params.hidden_size + column, sum);
+  store_gradient(params, gradient, dtype, blockIdx.z * params.hidden_size + column, sum);
 }
 
 template <typename T>
@@ -258,7 +261,8 @@ cudaError_t finalize_weight_gradients(const NormBackwardParams& params, int part
   const auto launch = [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const OverlappedLaunch sum(
-        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), 2, segments),
+        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns),
+             params.grad_gate ? 3 : 2, segments),
         dim3(kFinalizeColumns, kRows), stream);
     return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
   };
@@ -283,7 +287,7 @@ cudaError_t plan_launch(const NormBackwardParams& params, int device, const Devi
          : Plan::kClusters   ? cluster > 1 && !(small && kSplitClusters<Plan>)
                              : wants_columns && !small)) {
       Residence residence;
-      const cudaError_t error = residence_of<scalar_t, weight_t, Plan, NoAdd>(device, facts, cluster, residence);
+      const cudaError_t error = residence_of<scalar_t, weight_t, Plan, NotFused>(device, facts, cluster, residence);
       if (error != cudaSuccess) return error;
       if (residence.clusters > 0) {
         const int running = running_clusters<Plan>(params, residence);
@@ -356,7 +360,7 @@ cudaError_t launch_backward_finalize(const NormBackwardParams& params, int parti
 }
 
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
-  if (params.add || params.after) return fused_backward_workspace(params);
+  if (params.add || params.after || params.x_is_y) return fused_backward_workspace(params);
   if (goes_by_segments(params)) return norm_backward_workspace_cuda(BackwardSegment(params, 0));
   if (is_huge_backward(params)) return backward_huge_workspace(params);
   int64_t bytes = 0;
@@ -369,7 +373,7 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
 }
 
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream) {
-  if (params.add || params.after) return launch_fused_backward(params, stream);
+  if (params.add || params.after || params.x_is_y) return launch_fused_backward(params, stream);
   if (goes_by_segments(params)) {
     for (int segment = 0; segment < params.segments; ++segment) {
       const int launched = launch_norm_backward_cuda(BackwardSegment(params, segment), stream);
@@ -387,11 +391,11 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
     if constexpr (sizeof(scalar_t) < 8) {
       if (launch.fused) {
         const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
-                                       launch.depth * RowRing<scalar_t, Plan, NoAdd>::kStageBytes, launch.cluster,
+                                       launch.depth * RowRing<scalar_t, Plan, NotFused>::kStageBytes, launch.cluster,
                                        stream);
         const cudaError_t error =
-            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, weight_t, Plan, NoAdd>, params,
-                               inverse_n, launch.depth, NoAdd{});
+            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, weight_t, Plan, NotFused>,
+                               params, inverse_n, launch.depth, NotFused{});
         if (error != cudaSuccess) return error;
       }
     }

@@ -187,7 +187,7 @@ FLN_INLINE Totals sum_columns(const Sweep& start, int64_t hidden_size) {
   for (int64_t begin = 0; begin < hidden_size; begin += kBlock) {
     Sweep sweep = start;
     sweep_columns<acc_t>(sweep, begin, hidden_size - begin < kBlock ? hidden_size : begin + kBlock);
-    sweep.add_to(totals);
+    sweep.fused(totals);
   }
   return totals;
 }
@@ -206,7 +206,7 @@ struct SumSweep {
   LaneSum<acc_t> sum;
 
   FLN_INLINE void step(int count, int64_t col, int slot) { sum.slot[slot] += load<acc_t>(x + col, count); }
-  FLN_INLINE void add_to(Totals& totals) const { totals.first += sum.total(); }
+  FLN_INLINE void fused(Totals& totals) const { totals.first += sum.total(); }
 };
 
 template <class acc_t, class x_t>
@@ -216,7 +216,7 @@ struct MomentSweep {
   acc_t mean;
   LaneSum<acc_t> moment1, moment2;  // sum(x - mean), sum((x - mean)^2)
 
-  FLN_INLINE void add_to(Totals& totals) const {
+  FLN_INLINE void fused(Totals& totals) const {
     totals.first += moment1.total();
     totals.second += moment2.total();
   }
@@ -251,7 +251,7 @@ struct DotSweep {
   RowStats<acc_t> stats;
   LaneSum<acc_t> x_hat_wdy, wdy_only;
 
-  FLN_INLINE void add_to(Totals& totals) const {
+  FLN_INLINE void fused(Totals& totals) const {
     totals.first += x_hat_wdy.total();
     totals.second += wdy_only.total();
   }

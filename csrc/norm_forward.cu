@@ -47,18 +47,18 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
     using weight_t = typename decltype(types)::weight_t;
     const auto launch_plan = [&](auto plan) {
       using Plan = decltype(plan);
-      constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-      const int64_t blocks = (params.rows + kRows - 1) / kRows;
+      [[maybe_unused]] constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
       const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
       if constexpr (kMayBeEager<scalar_t, Plan>) {
         using Plain = PlainForwardParams<scalar_t>;
+        const int64_t blocks = (params.rows + kRows - 1) / kRows;
         if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
           const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true, NoAdd>,
-                                    Plain(params), inverse_n, NoAdd{});
+          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true, NotFused>,
+                                    Plain(params), inverse_n, NotFused{});
         }
       }
-      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan, false, NoAdd>;
+      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan, false, NotFused>;
       int cluster = 1;
       if constexpr (Plan::kClusters) {
         static OncePerDevice allowed;
@@ -66,12 +66,13 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
         if (error != cudaSuccess) return error;
         cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
       }
-      const ClusterLaunch launch(blocks * cluster, kForwardThreads<Plan>, 0, cluster, stream);
       NormForwardParams told = params;
+      const ClusterLaunch launch(forward_blocks<scalar_t, weight_t, Plan, NotFused>(told) * cluster,
+                                 kForwardThreads<Plan>, 0, cluster, stream);
       if (kIsStaged<scalar_t, Plan>)
         told.x_end =
             static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
-      return cudaLaunchKernelEx(&launch.config, kernel, told, inverse_n, NoAdd{});
+      return cudaLaunchKernelEx(&launch.config, kernel, told, inverse_n, NotFused{});
     };
     return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
         params.hidden_size, facts.max_cluster, launch_plan);

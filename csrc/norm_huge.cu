@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
     part.n += static_cast<acc_t>(held);
   }
   part.n = Row::warp_sum(part.n);
-  part = row_moments<Row>(part, quick_ratio(acc_t(1), at.elements), scratch);
+  part = row_moments<Row>(part, quick_ratio(acc_t(1), at.elements), scratch, Row::rank());
   part.n = static_cast<acc_t>(at.elements);
   if (threadIdx.x == 0) static_cast<Moments<acc_t>*>(params.workspace)[at.row * slices.count + at.slice] = part;
 }

@@ -459,7 +459,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
 NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Tensor& weight, const Tensor& stats,
                             int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
                             bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
-                            const AddGradOptions* add, const NormGradients* into, const AfterGradOptions* after) {
+                            const AddGradOptions* add, const NormGradients* into, const BiasedGradOptions* biased) {
   check_x(x);
   check_normalized_ndim(normalized_ndim, x);
   const auto check_like_x = [&](const char* name, const Tensor& gradient) {
@@ -496,7 +496,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   const Dropout dropout = add ? dropout_of(add->philox, add->dropout_p) : Dropout{};
   const at::ScalarType x_dtype = add ? add->x_dtype : x.scalar_type();
   const bool wants_residual = add && add->residual_dtype;
-  const bool is_shared = wants_x && wants_residual && !dropout.philox && *add->residual_dtype == x_dtype;
+  const bool has_gate = add && add->gate.defined();
+  const bool is_shared = wants_x && wants_residual && !dropout.philox && !has_gate && *add->residual_dtype == x_dtype;
   NormGradients gradients;
   if (x.numel() == 0) {  // no rows: the sums over rows are 0
     if (wants_x) gradients.x = empty(x.sizes(), x_dtype, x);
@@ -516,7 +517,8 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   if (wants_residual) gradients.residual = is_shared ? gradients.x : empty(x.sizes(), *add->residual_dtype, x);
   if (wants_weight) gradients.weight = into ? into->weight : empty(shape, weight.scalar_type(), x);
   if (bias_dtype) gradients.bias = into ? into->bias : empty(shape, *bias_dtype, x);
-  if (!wants_x && !wants_residual && !wants_weight && !bias_dtype) return gradients;
+  if (has_gate) gradients.gate = empty(add->gate.sizes(), add->gate.scalar_type(), x);
+  if (!wants_x && !wants_residual && !wants_weight && !bias_dtype && !has_gate) return gradients;
 
   NormBackwardParams params{};
   params.grad_input = wants_x ? gradients.x.mutable_data_ptr() : nullptr;
@@ -532,8 +534,9 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.is_rms_norm = is_rms_norm;
   params.stats_grad = stats_grad;
   point_to_stats(params, stats);
-  std::optional<RowView> grad_residual_rows;
-  AddGradStage stage;
+  std::optional<RowView> grad_residual_rows, gated_rows;
+  GateGradStage stage;
+  Tensor ready_gate;
   if (add) {
     stage = {};
     stage.grad_residual_out_strides = RowStrides{extent.rows, 0, 0};
@@ -550,9 +553,21 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     stage.dropout = dropout;
     params.add = &stage;
   }
+  if (has_gate) {
+    gated_rows.emplace(add->x, normalized_ndim, extent);
+    stage.x = gated_rows->tensor.const_data_ptr();
+    stage.x_strides = gated_rows->strides;
+    Tensor no_bias;
+    ready_gate = add->gate;
+    stage.gate_stride = ready_segments(ready_gate, no_bias, add->gate.scalar_type());
+    stage.gate = ready_gate.const_data_ptr();
+    params.grad_gate = gradients.gate.mutable_data_ptr();
+    params.grad_gate_dtype = dtype_of(gradients.gate.scalar_type());
+    params.gate = &stage;
+  }
 
   // Beside an add stage, grad_output and weight may be narrower than x.
-  const bool takes_narrow = add && has_add_stage(params, x);
+  const bool takes_narrow = add && (has_gate || has_add_stage(params, x));
   if (!takes_narrow) stage.grad_output_dtype = params.x_dtype;
   const at::ScalarType kernel_grad_dtype = stage.grad_output_dtype == params.x_dtype ? kernel_dtype : grad_dtype;
   at::ScalarType weight_dtype = !weight.defined() || kernel_dtype != x.scalar_type()   ? kernel_dtype
@@ -560,11 +575,16 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
                                                                                        : at::kFloat;
   Tensor ready_weight = weight, ready_bias;
   AfterNorm after_norm;
-  if (after) {
-    after_norm = after_of(after->after, x);
-    params.after = &after_norm;
-    weight_dtype = parameters_dtype(weight, after->bias, x);
-    ready_bias = ready_parameter(after->bias, weight_dtype);
+  if (biased) {
+    if (biased->after) {
+      after_norm = after_of(*biased->after, x);
+      params.after = &after_norm;
+    } else {
+      params.x_is_y = true;
+      params.mean = params.mean_tail = nullptr;
+    }
+    weight_dtype = parameters_dtype(weight, biased->bias, x);
+    ready_bias = ready_parameter(biased->bias, weight_dtype);
     params.bias = data_or_null(ready_bias);
   }
   if (segments > 0) {
@@ -631,6 +651,16 @@ struct NormAgain {
     point_to_stats(params, stats);
   }
 };
+
+// What has_after_stage_cuda() and has_y_stage_cuda() are asked about.
+NormBackwardParams asked_of(const Tensor& x, int64_t normalized_ndim) {
+  const Extent extent = extent_of(x, normalized_ndim);
+  NormBackwardParams asked{};
+  asked.rows = extent.rows;
+  asked.hidden_size = extent.hidden_size;
+  asked.x_dtype = dtype_of(x.scalar_type());
+  return asked;
+}
 #endif
 
 }  // namespace
@@ -643,7 +673,7 @@ NormGradients after_norm_backward(const Tensor& grad_output, const Tensor& x, co
   TORCH_CHECK(grad_output.sizes() == x.sizes() && grad_output.device() == x.device(),
               "grad_output must have x's shape and device");
   const auto bias_dtype = wants_bias && bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
-  const auto rest = [&](const Tensor& grad, const AfterGradOptions* stage) {
+  const auto rest = [&](const Tensor& grad, const BiasedGradOptions* stage) {
     return norm_backward(grad, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
                          bias_dtype, /*stats_grad=*/true, nullptr, nullptr, stage);
   };
@@ -652,13 +682,8 @@ NormGradients after_norm_backward(const Tensor& grad_output, const Tensor& x, co
   const AfterNorm after_norm = after_of(after, x);
   const Tensor rounded = of_dtype(grad_output, c10::promoteTypes(grad_output.scalar_type(), x.scalar_type()));
   if (x.numel() > 0 && rounded.scalar_type() == x.scalar_type()) {
-    const Extent extent = extent_of(x, normalized_ndim);
-    NormBackwardParams asked{};
-    asked.rows = extent.rows;
-    asked.hidden_size = extent.hidden_size;
-    asked.x_dtype = dtype_of(x.scalar_type());
-    const AfterGradOptions stage{after, bias};
-    if (has_after_stage_cuda(asked)) return rest(rounded, &stage);
+    const BiasedGradOptions stage{after, bias};
+    if (has_after_stage_cuda(asked_of(x, normalized_ndim))) return rest(rounded, &stage);
   }
   // Beside fp64 all is fp64
   const bool is_double = rounded.scalar_type() == at::kDouble;
@@ -680,22 +705,87 @@ NormGradients after_norm_backward(const Tensor& grad_output, const Tensor& x, co
 #endif
 }
 
-Tensor recover_x(const Tensor& y, const Tensor& weight, const Tensor& bias, const Tensor& stats,
-                 int64_t normalized_ndim, double weight_offset) {
-  check_normalized_ndim(normalized_ndim, y);
+NormGradients backward_from_y(const Tensor& grad_output, const Tensor& y, const Tensor& weight, const Tensor& bias,
+                              const Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
+                              bool wants_x, bool wants_weight, bool wants_bias) {
 #ifdef FUSED_LAYERNORM_WITH_CUDA
+  check_x(y);
+  check_normalized_ndim(normalized_ndim, y);
+  TORCH_CHECK(y.is_cuda(), "backward from y needs CUDA tensors");
   const DeviceScope scope(y);
-  Tensor x = empty(y.sizes(), y.scalar_type(), y);
-  if (x.numel() == 0) return x;
+  const auto bias_dtype = wants_bias && bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
+  const auto backward = [&](const Tensor& x, const Tensor& stats, const BiasedGradOptions* stage) {
+    return norm_backward(grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
+                         wants_weight, bias_dtype, /*stats_grad=*/true, nullptr, nullptr, stage);
+  };
+  if (y.numel() == 0) return backward(y, stats, nullptr);
+  if (grad_output.scalar_type() == y.scalar_type() && has_y_stage_cuda(asked_of(y, normalized_ndim))) {
+    const BiasedGradOptions stage{std::nullopt, bias};
+    return backward(y, stats, &stage);
+  }
+  // x - mean first, rounded to y's dtype; of fp16, where it may overflow, in fp32
+  Tensor x = empty(y.sizes(), y.scalar_type() == at::kHalf ? at::kFloat : y.scalar_type(), y);
   NormAgain norm(y, weight, bias, stats, normalized_ndim, weight_offset, /*is_rms_norm=*/true);
   norm.params.y = x.mutable_data_ptr();
+  norm.params.y_dtype = dtype_of(x.scalar_type());
   C10_CUDA_CHECK(
       static_cast<cudaError_t>(launch_recover_cuda(norm.params, c10::cuda::getCurrentCUDAStream(y.get_device()))));
-  return x;
+  const Tensor about_0 = at::zeros_like(stats);
+  about_0[0].copy_(stats[0]);
+  NormGradients found = backward(x, about_0, nullptr);
+  if (wants_x) found.x = of_dtype(found.x, y.scalar_type());
+  return found;
 #else
-  (void)weight, (void)bias, (void)stats, (void)weight_offset;
-  TORCH_CHECK(false, "recover_x needs CUDA tensors");
+  (void)grad_output, (void)y, (void)weight, (void)bias, (void)stats, (void)normalized_ndim, (void)weight_offset;
+  (void)is_rms_norm, (void)wants_x, (void)wants_weight, (void)wants_bias;
+  TORCH_CHECK(false, "backward from y needs CUDA tensors");
 #endif
+}
+
+NormGradients gated_norm_backward(const Tensor& grad_output, const Tensor& grad_residual_out, const Tensor& z,
+                                  const Tensor& x, const Tensor& gate, const Tensor& weight, const Tensor& stats,
+                                  int64_t normalized_ndim, double weight_offset, bool is_rms_norm, bool wants_x,
+                                  bool wants_residual, bool wants_weight, std::optional<at::ScalarType> bias_dtype) {
+  check_x(z);
+  check_normalized_ndim(normalized_ndim, z);
+  const int64_t gates = segments_of(gate, normalized_ndim);
+  TORCH_CHECK(x.sizes() == z.sizes() && x.device() == z.device() && gate.device() == z.device() &&
+                  gate.scalar_type() == x.scalar_type() && gates > 0 && gates == segments_of(weight, normalized_ndim),
+              "x and gate must be forward's");
+  const DeviceScope scope(z);
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (z.is_cuda() && z.numel() > 0 && grad_output.scalar_type() == x.scalar_type()) {
+    GateGradStage stage{};
+    stage.grad_output_dtype = stage.grad_input_dtype = dtype_of(x.scalar_type());
+    stage.grad_residual_dtype = dtype_of(z.scalar_type());
+    NormBackwardParams asked = asked_of(z, normalized_ndim);
+    asked.segments = static_cast<int>(gates);
+    asked.gate = &stage;
+    if (has_gate_stage_cuda(asked)) {
+      const AddGradOptions add{grad_residual_out,
+                               {},
+                               0.0,
+                               x.scalar_type(),
+                               wants_residual ? std::optional(z.scalar_type()) : std::nullopt,
+                               gate,
+                               x};
+      return norm_backward(grad_output, z, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
+                           wants_weight, bias_dtype, /*stats_grad=*/true, &add);
+    }
+  }
+#endif
+  const AddGradOptions add{grad_residual_out, {}, 0.0, z.scalar_type(), std::nullopt};
+  NormGradients found = norm_backward(grad_output, z, weight, stats, normalized_ndim, weight_offset, is_rms_norm,
+                                      /*wants_x=*/true, wants_weight, bias_dtype, /*stats_grad=*/true, &add);
+  // gate * x is a norm whose statistics are constants, 0 and 1
+  const Extent extent = extent_of(x, normalized_ndim);
+  const Tensor ones = empty({1, extent.rows}, accumulation_type(x.scalar_type()), x).fill_(1);
+  NormGradients of_product = norm_backward(found.x, x, gate, ones, normalized_ndim, 0.0, /*is_rms_norm=*/true, wants_x,
+                                           /*wants_weight=*/true, std::nullopt, /*stats_grad=*/false);
+  if (wants_residual) found.residual = found.x;
+  found.x = of_product.x;
+  found.gate = of_product.weight;
+  return found;
 }
 
 Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {

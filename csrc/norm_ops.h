@@ -57,7 +57,7 @@ NormResults norm_forward(const at::Tensor& x, const at::Tensor& weight, const at
                          const AfterOptions* after = nullptr);
 
 struct NormGradients {
-  at::Tensor x, weight, bias, residual;
+  at::Tensor x, weight, bias, residual, gate;
 };
 
 // What backward must know of forward's `add`; backward's own x is then forward's residual_out.
@@ -67,11 +67,13 @@ struct AddGradOptions {
   double dropout_p;
   at::ScalarType x_dtype;
   std::optional<at::ScalarType> residual_dtype;  // none: no gradient of the residual is wanted
+  at::Tensor gate = {}, x = {};  // forward's, or undefined; where the kernel has that stage (gated_norm_backward())
 };
 
-struct AfterGradOptions {
-  AfterOptions after;  // as in forward
-  at::Tensor bias;     // as in forward, or undefined
+// What backward must know of forward's `after`, or, where there is none, of forward, as its own x is forward's y.
+struct BiasedGradOptions {
+  std::optional<AfterOptions> after;  // as in forward
+  at::Tensor bias;                    // as in forward, or undefined
 };
 
 void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
@@ -79,12 +81,12 @@ void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
 // Only what is wanted is computed: x, weight (with its dtype), and bias where a dtype is given for it. x, weight and
 // stats are forward's; the rows of stats may have any shape. Where the gradients of x and residual are the same values
 // in the same dtype, they are one tensor. `into`: fp32 tensors that the wanted gradients of weight and bias are added
-// to; the result then holds none. `after`: forward's, where the kernel has that stage (after_norm_backward()).
+// to; the result then holds none. `biased`: where the kernel has that stage (after_norm_backward(), backward_from_y()).
 NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                             bool wants_x, bool wants_weight, std::optional<at::ScalarType> bias_dtype, bool stats_grad,
                             const AddGradOptions* add = nullptr, const NormGradients* into = nullptr,
-                            const AfterGradOptions* after = nullptr);
+                            const BiasedGradOptions* biased = nullptr);
 
 // The same where forward was given `after`, whose gradient is taken first: that of the norm is rounded to the dtype of
 // grad_output or x, whichever is wider. CUDA only.
@@ -93,9 +95,18 @@ NormGradients after_norm_backward(const at::Tensor& grad_output, const at::Tenso
                                   double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
                                   bool wants_bias, const AfterOptions& after);
 
-// x - mean, rounded to y's dtype, from y and forward's statistics.
-at::Tensor recover_x(const at::Tensor& y, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& stats,
-                     int64_t normalized_ndim, double weight_offset);
+// The same of the plain norm, from its y instead of x, by x_hat = (y - bias) / (weight + weight_offset): for weights
+// that allow it. CUDA only.
+NormGradients backward_from_y(const at::Tensor& grad_output, const at::Tensor& y, const at::Tensor& weight,
+                              const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
+                              double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, bool wants_bias);
+
+// The same of the norm of z = residual + gate * x, with gate's gradient; that of residual is in z's dtype. CUDA only.
+NormGradients gated_norm_backward(const at::Tensor& grad_output, const at::Tensor& grad_residual_out,
+                                  const at::Tensor& z, const at::Tensor& x, const at::Tensor& gate,
+                                  const at::Tensor& weight, const at::Tensor& stats, int64_t normalized_ndim,
+                                  double weight_offset, bool is_rms_norm, bool wants_x, bool wants_residual,
+                                  bool wants_weight, std::optional<at::ScalarType> bias_dtype);
 
 // Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
 at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);

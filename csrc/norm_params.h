@@ -89,6 +89,15 @@ struct AddGradStage {
   Dropout dropout;
 };
 
+// The same of z = residual + gate * x, without dropout, on CUDA only: grad_input = gate * grad_z, and grad_gate = sum
+// over rows(x * grad_z), of grad_z unrounded.
+struct GateGradStage : AddGradStage {
+  const void* x;     // forward's, [rows, hidden_size], of grad_input_dtype, elements of one row adjacent
+  const void* gate;  // as in forward, of grad_input_dtype
+  RowStrides x_strides;
+  int64_t gate_stride;
+};
+
 // y = x_hat * (weight + weight_offset) + bias,  x_hat = (x - mean) * rstd  (mean = 0 for RMSNorm)
 struct NormForwardParams {
   const void* x;       // [rows, hidden_size], elements of one row adjacent
@@ -114,6 +123,7 @@ struct NormForwardParams {
   // elements behind those of the part before. 0 or 1: one weight and bias for all rows. With more, fewer than 2^31
   // rows.
   int segments;
+  int turns;  // rows that threads take one after the other, a power of 2; on CUDA, whose launch sets it
   int64_t weight_stride;
   DType x_dtype;
   DType weight_dtype;  // of weight and bias: x_dtype or fp32
@@ -140,6 +150,7 @@ struct NormBackwardParams {
   void* grad_input;   // [rows, hidden_size], of x's dtype, contiguous, 16-byte aligned, or nullptr
   void* grad_weight;  // [segments, hidden_size] or nullptr
   void* grad_bias;    // [segments, hidden_size] or nullptr
+  void* grad_gate;    // [segments, hidden_size] with `gate`, else nullptr
   void* workspace;    // norm_backward_workspace_*() bytes, 16-byte aligned; contents undefined before and after
 
   RowStrides grad_output_strides;
@@ -153,6 +164,7 @@ struct NormBackwardParams {
   DType weight_dtype;       // x_dtype or fp32
   DType grad_weight_dtype;  // any of the four
   DType grad_bias_dtype;    // any of the four
+  DType grad_gate_dtype;    // any of the four
   bool is_rms_norm;
   bool stats_grad;  // false: mean and rstd are constants
   bool accumulate;  // add grad_weight and grad_bias, both fp32, to what is there
@@ -160,8 +172,12 @@ struct NormBackwardParams {
   // In the host's memory; nullptr: forward had none. after: only where has_after_stage_cuda() says yes; grad_output is
   // y's then, that of the norm is made of it, rounded to x's dtype, and bias is forward's.
   const AddGradStage* add;
+  const GateGradStage* gate;  // the same as `add`, where there is a gate; only where has_gate_stage_cuda() says yes
   const AfterNorm* after;
   const void* bias;
+  // memory_efficient: x is forward's y, and x_hat = (y - bias) / (weight + weight_offset), which must not be 0; mean is
+  // nullptr. Only where has_y_stage_cuda() says yes.
+  bool x_is_y;
 };
 
 // The gradient of the norm from that of y as an operation of its own, on CUDA only, from what forward was told and
@@ -249,9 +265,11 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
 bool has_add_stage_cuda(const NormForwardParams& params);
 bool has_add_stage_cuda(const NormBackwardParams& params);
 bool has_after_stage_cuda(const NormBackwardParams& params);  // by x_dtype, rows, hidden_size and the card
+bool has_y_stage_cuda(const NormBackwardParams& params);      // by the same
+bool has_gate_stage_cuda(const NormBackwardParams& params);   // by the same and the dtypes that `gate` says
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
 int launch_after_norm_grad_cuda(const NormForwardParams& params, const AfterNormGradParams& after, CUstream_st* stream);
-// x - mean from y, for backward with a mean of 0: into params.y, of x_dtype, from params.x, which is forward's y.
+// x - mean from y, for backward with a mean of 0: into params.y, of y_dtype, from params.x, which is forward's y.
 int launch_recover_cuda(const NormForwardParams& params, CUstream_st* stream);
 
 void launch_norm_forward_cpu(const NormForwardParams& params);

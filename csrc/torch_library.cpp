@@ -115,6 +115,19 @@ AddNormResult op_gated_norm_forward(const Tensor& x, const Tensor& residual, con
   auto [y, stats, residual_out] = norm_forward(x, weight, bias.value_or(Tensor()), options, /*save_stats=*/true, &add);
   return {std::move(y), std::move(residual_out), stats_like_rows(stats, x, leading)};
 }
+
+using GatedNormGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+GatedNormGradients op_gated_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_residual_out,
+                                          const Tensor& z, const Tensor& x, const Tensor& gate, const Tensor& weight,
+                                          const Tensor& stats, int64_t normalized_ndim, double weight_offset,
+                                          bool is_rms_norm, bool wants_x, bool wants_residual, bool wants_weight,
+                                          std::optional<at::ScalarType> bias_dtype) {
+  NormGradients found = gated_norm_backward(grad_output, grad_residual_out.value_or(Tensor()), z, x, gate, weight,
+                                            stats.contiguous(), normalized_ndim, weight_offset, is_rms_norm, wants_x,
+                                            wants_residual, wants_weight, bias_dtype);
+  return {or_empty(found.x, x), or_empty(found.residual, z), std::move(found.gate), or_empty(found.weight, z),
+          or_empty(found.bias, z)};
+}
 #endif
 
 }  // namespace
@@ -153,6 +166,12 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "float eps, float weight_offset, bool is_rms_norm, ScalarType out_dtype, ScalarType residual_dtype) "
       "-> (Tensor y, Tensor residual_out, Tensor stats)",
       tags);
+  library.def(
+      "gated_norm_backward(Tensor grad_output, Tensor? grad_residual_out, Tensor z, Tensor x, Tensor gate, "
+      "Tensor weight, Tensor stats, int normalized_ndim, float weight_offset, bool is_rms_norm, bool wants_x, "
+      "bool wants_residual, bool wants_weight, ScalarType? bias_dtype) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
+      tags);
   // y = dropout(activation(norm(x))), on CUDA.
   library.def(
       "after_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, float eps, "
@@ -184,6 +203,7 @@ TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("after_norm_forward", &fused_layernorm::op_after_norm_forward);
   library.impl("after_norm_backward", &fused_layernorm::op_after_norm_backward);
   library.impl("gated_norm_forward", &fused_layernorm::op_gated_norm_forward);
+  library.impl("gated_norm_backward", &fused_layernorm::op_gated_norm_backward);
   library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
 #endif

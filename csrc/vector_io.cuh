@@ -461,9 +461,9 @@ __device__ __forceinline__ void copy_rest(unsigned shared, const char* source, u
     store_shared_element(shared + at, *reinterpret_cast<const T*>(source - past + at));
 }
 
-// From shared to global memory: what threads wrote before they called fence_engine() and met at a barrier. The thread
-// that asks waits until shared memory has been read.
-__device__ __forceinline__ void fence_engine() {
+// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
+// thread that asks waits until shared memory has been read.
+__device__ __forceinline__ void fence_bulk_store() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif

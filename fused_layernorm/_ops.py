@@ -282,7 +282,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
 if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
     after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
     gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
-    recover_x = extension.recover_x
+    backward_from_y = extension.backward_from_y
 
     @torch.library.register_fake(gated_norm_operator)
     def _(
@@ -291,6 +291,17 @@ if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "a
         _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
         z = x.new_empty(x.shape, dtype=residual_dtype)
         return x.new_empty(x.shape, dtype=out_dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
+
+    @torch.library.register_fake(torch.ops.fused_layernorm.gated_norm_backward.default)
+    def _(
+        grad_output, grad_residual_out, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
+        wants_residual, wants_weight, bias_dtype,
+    ):  # fmt: skip
+        return (
+            x.new_empty(x.shape if wants_x else 0), z.new_empty(z.shape if wants_residual else 0),
+            gate.new_empty(gate.shape),
+            *_fake_parameter_gradients(z, weight, normalized_ndim, wants_weight, bias_dtype),
+        )  # fmt: skip
 
     @torch.library.register_fake(after_norm_operator)
     def _(x, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, activation, dropout_p):

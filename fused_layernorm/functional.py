@@ -85,12 +85,12 @@ def fused_layer_norm(
         dropout_p: default 0; with `training` (default True), the probability that an element of y (after the
             activation) becomes 0; the others are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
         memory_efficient: default False; save y for backward instead of x, where y says as much about x: y is of x's
-            dtype, and every column has ``|w + o| >= 1024 * torch.finfo(y.dtype).tiny`` and ``|b| <= |w + o|``. Backward
-            then has x_hat to about the precision of y's dtype. Where a column fails, the call saves x, as it does
-            without this option, so that a weight of 0 keeps its gradient. The look at the weight is repeated when it
-            has changed; on CUDA it waits for the device then (while a graph is captured it is left out, and x is
-            saved). Saves memory where the next operation saves y too, and nothing else holds x. Without effect under
-            `torch.compile`, which chooses itself what it saves.
+            dtype, and every column has ``1024 * torch.finfo(y.dtype).tiny <= |w + o| <= 2**125`` and
+            ``|b| <= |w + o|``. Backward then has x_hat to about the precision of y's dtype. Where a column fails, the
+            call saves x, as it does without this option, so that a weight of 0 keeps its gradient. The look at the
+            weight is repeated when it has changed; on CUDA it waits for the device then (while a graph is captured it
+            is left out, and x is saved). Saves memory where the next operation saves y too, and nothing else holds x.
+            Without effect under `torch.compile`, which chooses itself what it saves.
         accumulate_grad: default False; backward adds the gradients of weight and bias to the float32 buffers
             ``weight.main_grad`` and ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the
             parameter (Megatron's contract). What `.grad` receives is zeros, so that hooks still run. First derivatives
@@ -572,22 +572,12 @@ def _gated_norm_backward(ctx, grad_y, grad_z, _):
         return *(next(found) if wants else None for wants in ctx.needs_input_grad[:5]), *[None] * 6
     if grad_y is None:
         grad_y = torch.zeros_like(z, dtype=y_dtype)
-    grad_sum, _, grad_weight, grad_bias = torch.ops.fused_layernorm.add_norm_backward(
-        grad_y, grad_z, z, weight, stats, None, normalized_ndim, weight_offset, is_rms_norm,
-        wants_x or wants_residual or wants_gate, wants_weight, ctx.bias_dtype if wants_bias else None, True, 0.0,
-        z_dtype, None,
+    grad_x, grad_residual, *gradients = torch.ops.fused_layernorm.gated_norm_backward(
+        grad_y, grad_z, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_residual,
+        wants_weight, ctx.bias_dtype if wants_bias else None,
     )  # fmt: skip
-    grad_x = grad_gate = None
-    if wants_x or wants_gate:  # gate * x is a norm whose statistics are constants, 0 and 1
-        ones = torch.ones_like(stats[:1], dtype=reference.accumulation_dtype(x.dtype))
-        grad_x, grad_gate, _ = _ops.norm_backward_operator(
-            grad_sum, x, gate, ones, normalized_ndim, 0.0, True, wants_x, wants_gate, None, False
-        )
-    return (
-        grad_x if wants_x else None, grad_sum.to(ctx.residual_dtype) if wants_residual else None,
-        grad_gate if wants_gate else None, grad_weight if wants_weight else None, grad_bias if wants_bias else None,
-        *[None] * 6,
-    )  # fmt: skip
+    gradients = (grad_x, grad_residual.to(ctx.residual_dtype), *gradients)
+    return *(g if wanted else None for g, wanted in zip(gradients, ctx.needs_input_grad, strict=False)), *[None] * 6
 
 
 if _ops.gated_norm_operator:
@@ -680,7 +670,7 @@ def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offs
         return False  # the answer is not to be had without waiting
     with torch.no_grad():
         scale = torch.ones_like(bias) if weight is None else weight.to(torch.float64).add(weight_offset).abs()
-        good = scale >= 1024 * torch.finfo(x.dtype).tiny
+        good = (scale >= 1024 * torch.finfo(x.dtype).tiny) & (scale <= 2.0**125)  # 1 / scale is a normal float32
         if bias is not None:
             good &= bias.abs() <= scale
         verdict = bool(good.all())
@@ -706,13 +696,10 @@ class MemoryEfficientFunction(torch.autograd.Function):
             return (None,) * 7
         y, weight, bias, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if y.is_cuda and y.dtype != torch.float16:  # in which x - mean may overflow
-            about_0 = torch.zeros_like(stats)
-            about_0[0] = stats[0]
-            x = _ops.recover_x(y, weight, bias, stats, len(ctx.shape), ctx.weight_offset)
-            found = _ops.norm_backward(
-                grad_output, x, weight, about_0, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
-                wants_weight, bias.dtype if wants_bias else None, True,
+        if y.is_cuda:
+            found = _ops.backward_from_y(
+                grad_output, y, weight, bias, stats, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
+                wants_weight, wants_bias,
             )  # fmt: skip
             return *found, None, None, None, None
         x_hat = y.to(stats.dtype)

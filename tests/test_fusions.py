@@ -981,6 +981,7 @@ PARTS = [(3, 37, 768), (3, 37, 77), (2, 9, 1), (300, 8, 16), (5, 16, 260), (2, 8
 CUDA_PARTS = [(3, 37, n) for n in (8, 128, 256, 769, 1024, 1536, 2048, 2056, 3072, 4096, 4097, 5120, 8192, 16384)]
 CUDA_PARTS += [(2, 8, n) for n in (24576, 65536, 131072, 262152)]
 CUDA_PARTS += [(2, 3000, 1024), (600, 8, 512), (140, 64, 4096), (3, 700, 8192), (65535, 8, 8)]
+CUDA_PARTS += [(16, 1100, 1024), (37, 500, 1152), (5, 7001, 512)]  # rows in turns (kSegmentTurns of launch_plan.h)
 
 
 @on_devices("op,dtype,residual,parts", [
@@ -1039,9 +1040,22 @@ def modulated_parts(device, op, dtype, residual_dtype, parts):
     for n in (768, 77, 4096, 20000)
 ])  # fmt: skip
 def test_gated_parts(device, op, dtype, residual_dtype, hidden_size):
+    gated_parts(device, op, dtype, residual_dtype, 8, hidden_size)
+
+
+@on_devices("op,dtype,residual_dtype,hidden_size", [
+    (op, *dtypes, n) for op in OPS
+    for dtypes in ((bf16, bf16), (fp16, fp16), (bf16, fp32), (fp16, fp32), (fp32, fp32))
+    for n in (16, 256, 260, 264, 512, 1024, 1152, 1536, 2048, 3072, 5120, 8192, 32768, 65536)
+], devices=("cuda",))  # fmt: skip
+def test_gated_parts_of_many_sizes(device, op, dtype, residual_dtype, hidden_size):
+    gated_parts(device, op, dtype, residual_dtype, 700 if hidden_size < 4096 else 100, hidden_size)
+
+
+def gated_parts(device, op, dtype, residual_dtype, tokens, hidden_size):
     """z = residual + gate * x, rounded once, and what a call without gate makes of it; gradients against float64"""
     torch.manual_seed(0)
-    x, grad_y = (torch.randn(2, 3, 8, hidden_size, device=device).to(dtype) for _ in range(2))
+    x, grad_y = (torch.randn(2, 3, tokens, hidden_size, device=device).to(dtype) for _ in range(2))
     residual, grad_z = (torch.randn(x.shape, device=device).to(residual_dtype) for _ in range(2))
     gate, scale, shift = torch.randn(2, 1, 1, 3 * hidden_size, device=device).to(dtype).chunk(3, -1)
     inputs = {"x": x, "scale": scale, "shift": shift, "gate": gate, "residual": residual}
@@ -1247,12 +1261,29 @@ WEIGHTS = {  # name: (weight and bias from noise, whether y tells x)
 
 @on_devices("op,name,dtype", [(op, name, dtype) for op in OPS for name in WEIGHTS for dtype in (bf16, fp32)])
 def test_memory_efficient(device, op, name, dtype):
+    memory_efficient(device, op, name, dtype, dtype, (23, 130))
+
+
+@on_devices("op,dtype,weight_dtype,shape", [
+    (op, *dtypes, shape) for op in OPS
+    for dtypes in ((bf16, bf16), (fp16, fp16), (bf16, fp32), (fp16, fp32), (fp32, fp32), (fp64, fp64))
+    for shape in (
+        (5, 8), (1, 128), (900, 128), (3000, 256), (1500, 512), (1500, 1024), (1000, 1152), (700, 1536), (700, 2048),
+        (300, 3072), (300, 4096), (3, 8192), (300, 8192), (100, 16384), (40, 65536), (5, 131072), (9, 262152),
+        (40, 1025),
+    )
+], devices=("cuda",))  # fmt: skip
+def test_memory_efficient_of_many_sizes(device, op, dtype, weight_dtype, shape):
+    memory_efficient(device, op, "spread", dtype, weight_dtype, shape)
+
+
+def memory_efficient(device, op, name, dtype, weight_dtype, shape):
     """saves y, not x, where the rule allows; else x: right gradients, also for weight 0, tiny, large bias"""
-    noise = torch.randn(130, generator=torch.Generator().manual_seed(1)).to(device)
+    noise = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)).to(device)
     make, tells = WEIGHTS[name]
-    case = Case((23, 130), op=op, dtype=dtype)
+    case = Case(shape, op=op, dtype=dtype, weight=weight_dtype, bias=weight_dtype)
     inputs = make_inputs(case, device)
-    inputs.weight, inputs.bias = (t.to(dtype) for t in make(noise))
+    inputs.weight, inputs.bias = (t.to(weight_dtype) for t in make(noise))
     saved = []
 
     def efficient(case, x, weight, bias):
