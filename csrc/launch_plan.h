@@ -331,12 +331,12 @@ struct AfterGradLadder<float> {
 template <typename scalar_t>
 struct GateGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 2>, BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 3, 1>,
-                      BackwardPlan<64, 3, 8, 3, 1>, BackwardPlan<128, 2, 8, 2, 1, 16>>;
+                      BackwardPlan<64, 3, 8, 3, 1>, BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 2, 1, 16>>;
 };
 template <>
 struct GateGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 3, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1, 16>>;
+                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
 // Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward. H200, bf16: N = 4097 128 x 20 B2
@@ -357,6 +357,25 @@ struct RaggedBackwardLadder<float> {
 };
 template <>
 struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
+
+// Whether rows that a plan of backward with clusters takes always need more than one of its blocks, as a plan that holds
+// as much comes before it. A launch of it without clusters ended with an illegal instruction (H200).
+template <typename Only>
+constexpr bool clusters_are_shared(Ladder<Only>) {
+  return true;
+}
+template <typename First, typename Second, typename... Rest>
+constexpr bool clusters_are_shared(Ladder<First, Second, Rest...>) {
+  return (!Second::kClusters || Second::kThreads * Second::kVecs * Second::kVec <=
+                                    First::kThreads * First::kVecs * First::kVec * First::kMaxCluster) &&
+         clusters_are_shared(Ladder<Second, Rest...>{});
+}
+template <template <typename> class LadderOf>
+constexpr bool kClustersAreShared =
+    clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
+static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
+              kClustersAreShared<AddGradLadder> && kClustersAreShared<AfterGradLadder> &&
+              kClustersAreShared<GateGradLadder>);
 
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;
