@@ -219,6 +219,7 @@ def make_calls(calls, until):
     for function, *arguments in calls:
         if time.time() > until:
             break
+        print("call:", function.__name__, arguments, flush=True)
         try:
             function(*arguments)
             if torch.cuda.is_available():
@@ -328,6 +329,7 @@ def run_tool(tool, shard, until, folder, card, only=None):
         "said": None if done.returncode == 0 else told[:6000],
         "failed": re.findall(r"^failed: .*|^\S*Error: .*", done.stderr, re.MULTILINE),
         "stderr": None if done.returncode == 0 else done.stderr[-1000:],
+        "last": None if done.returncode == 0 else re.findall(r"^call: .*", done.stdout, re.MULTILINE)[-1:],
     }
 
 

@@ -17,13 +17,13 @@ struct SavedStats {
 };
 
 // 16-bit x cannot show the mean's tail, and one load a row less is worth 0.03 of the pass at N = 256 (H200, bf16).
-template <typename scalar_t, typename T = acc_type<scalar_t>>
+template <typename scalar_t, bool kOrdered = false, typename T = acc_type<scalar_t>>
 __device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& params, int64_t row) {
-  const T rstd = __ldg(static_cast<const T*>(params.rstd) + row);
+  const T rstd = load<kOrdered>(static_cast<const T*>(params.rstd) + row);
   if (!params.mean) return {rstd, 0, 0};
-  const T mean = __ldg(static_cast<const T*>(params.mean) + row);
+  const T mean = load<kOrdered>(static_cast<const T*>(params.mean) + row);
   if constexpr (sizeof(scalar_t) == 2) return {rstd, mean, 0};
-  return {rstd, mean, __ldg(static_cast<const T*>(params.mean_tail) + row)};
+  return {rstd, mean, load<kOrdered>(static_cast<const T*>(params.mean_tail) + row)};
 }
 
 // The same as it is used.
@@ -41,7 +41,7 @@ struct RowStats : SavedStats<T> {
 };
 
 // Of the first `count` elements of a vector; the others are 0.
-template <typename weight_t, int kVec, typename T>
+template <typename weight_t, bool kOrdered = false, int kVec, typename T>
 __device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwardParams& params, int64_t col,
                                             int count) {
 #pragma unroll
@@ -49,11 +49,11 @@ __device__ __forceinline__ void load_weight(T (&values)[kVec], const NormBackwar
   if (!params.weight || count <= 0) return;
   const weight_t* weight = static_cast<const weight_t*>(params.weight) + col;
   if (count >= kVec) {
-    unpack(load_vec<weight_t, kVec>(weight), values);
+    unpack(load_vec<weight_t, kVec, kOrdered>(weight), values);
   } else {
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
-      if (i < count) values[i] = static_cast<T>(widen(__ldg(weight + i)));
+      if (i < count) values[i] = static_cast<T>(widen(load<kOrdered>(weight + i)));
   }
   if (params.weight_offset != 0) {
 #pragma unroll

@@ -79,6 +79,9 @@ struct ClusterLaunch {
 
 // A launch that may begin while the kernel before it in the stream still runs (sm_90 and later; elsewhere as usual).
 // The kernel calls wait_for_previous_kernel() before it touches memory: what overlaps is the launch itself, 0.25 us.
+// What the kernel before may have written is not read by __ldg(): that is for memory that nobody writes while the
+// kernel runs, and the assembler moves it ahead of the wait (CUDA 13.0 did, in 40 kernels of activations and dropout of
+// y: now and then they could have read x as it was before). .ci/run looks at the machine code of all.
 struct OverlappedLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};

@@ -257,7 +257,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
-  if constexpr (kEager || kIsFused<Fused>) wait_for_previous_kernel();
+  if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count) {
     return load_parameter<kVec>(weight, count, params.weight, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
@@ -270,7 +270,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       const Held held(elements, own);
       if (given) {
         held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec>(first + v * kStep);
+          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec, true>(first + v * kStep);
         });
       } else {
 #pragma unroll
@@ -305,7 +305,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         if constexpr (kStaged) {
           raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
         } else {
-          raw[v] = load_vec<scalar_t, kVec>(first + skip);
+          raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
         }
       });
     }
@@ -484,7 +484,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       if (params.turns == 1) return;
       row += kRows;
       asm volatile("" : "+l"(row));
-      Row::barrier();
+      if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
     } while (row / kRows % kSegmentTurns != 0);
   } else {
     const int64_t row =
@@ -512,10 +512,7 @@ template <typename scalar_t, typename x_t, typename Stage>
 cudaError_t launch_fused_forward(NormForwardParams params, const Stage& stage, cudaStream_t stream) {
   return dispatch_plan<AddLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
-    const auto blocks = static_cast<unsigned>(forward_blocks<scalar_t, x_t, Plan, Stage>(params));
-    // Only a launch of few blocks gains by overlap
-    OverlappedLaunch launch(dim3(blocks), dim3(kForwardThreads<Plan>), stream);
-    if (blocks > kEagerBlocks<Plan>) launch.config.numAttrs = 0;
+    const ClusterLaunch launch(forward_blocks<scalar_t, x_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
     return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>, params,
                               inverse_of<float>(params.hidden_size), stage);
   });

@@ -336,7 +336,7 @@ struct GateGradLadder {
 template <>
 struct GateGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 3, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
+                      BackwardPlan<256, 2, 4, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
 // Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward. H200, bf16: N = 4097 128 x 20 B2
@@ -358,8 +358,8 @@ struct RaggedBackwardLadder<float> {
 template <>
 struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
 
-// Whether rows that a plan of backward with clusters takes always need more than one of its blocks, as a plan that holds
-// as much comes before it. A launch of it without clusters ended with an illegal instruction (H200).
+// Whether rows that a plan of backward with clusters takes always need more than one of its blocks, as a plan that
+// holds as much comes before it. A launch of it without clusters ended with an illegal instruction (H200).
 template <typename Only>
 constexpr bool clusters_are_shared(Ladder<Only>) {
   return true;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
   const int own = Row::rank() % kThreads * kVec;
   const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be 0 or less
   const int last_tile = launch.cluster > 1 ? 0 : (elements - 1) / kTile * kTile;
-  const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
+  const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
 
   // weight, too, on its way with the first loads, where there are registers for it
   constexpr bool kKeepsWeight = kVec * sizeof(weight_t) >= 16 && kVecs * kVec * sizeof(weight_t) <= 64;
@@ -64,11 +64,12 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * kThreads * kVec + own;
-      x_raw[v] = load_some<scalar_t, kVec>(x_row + col, elements - col);
-      grad_raw[v] = load_some<scalar_t, kVec>(grad_row + col, elements - col);
+      x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, elements - col);
+      grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, elements - col);
       if constexpr (kKeepsWeight) {
         const weight_t* weight = static_cast<const weight_t*>(params.weight) + first_col + col;
-        weight_raw[v] = params.weight ? load_some<weight_t, kVec>(weight, elements - col) : one_vec<weight_t, kVec>();
+        weight_raw[v] =
+            params.weight ? load_some<weight_t, kVec, true>(weight, elements - col) : one_vec<weight_t, kVec>();
       }
     }
   };
@@ -80,7 +81,7 @@ __device__ __forceinline__ void backward_of_row(const NormBackwardParams& params
         for (int i = 0; i < kVec; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
       }
     } else {
-      load_weight<weight_t>(weight, params, first_col + col, elements - col);
+      load_weight<weight_t, true>(weight, params, first_col + col, elements - col);
     }
   };
   Pair<acc_t> sums{0, 0};
@@ -154,10 +155,10 @@ __device__ __forceinline__ void backward_of_columns(const NormBackwardParams& pa
     for (int64_t row = first_row + row_lane; row < end_row; row += row_lanes) {
       const scalar_t* x_at = x_column + params.x_strides.offset(row);
       const scalar_t* grad_at = grad_column + params.grad_output_strides.offset(row);
-      const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
+      const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
       acc_t x[kVec], grad[kVec];
-      unpack(load_some<scalar_t, kVec>(x_at, count), x);
-      unpack(load_some<scalar_t, kVec>(grad_at, count), grad);
+      unpack(load_some<scalar_t, kVec, true>(x_at, count), x);
+      unpack(load_some<scalar_t, kVec, true>(grad_at, count), grad);
       add_to_columns(grad_weight, grad_bias, stats, x, grad);
     }
   }

@@ -95,7 +95,6 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
   using acc_t = acc_type<scalar_t>;
   using Row = RowThreads<Plan::kThreads, 1>;
   __shared__ Moments<acc_t> scratch[Row::kWarps];
-  wait_for_previous_kernel();
   const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x / slices.count, blockIdx.x % slices.count);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
 
@@ -225,7 +224,6 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
   constexpr int kVec = Plan::kVec;
   using Row = RowThreads<Plan::kThreads, 1>;
   __shared__ Pair<acc_t> scratch[Row::kWarps];
-  wait_for_previous_kernel();
   const unsigned outer = blockIdx.x / (rows_first ? params.rows : slices.count);
   const unsigned inner = blockIdx.x % (rows_first ? params.rows : slices.count);
   const SliceOfBlock<Plan> at(slices, params.hidden_size, rows_first ? inner : outer, rows_first ? outer : inner);
@@ -454,8 +452,7 @@ cudaError_t launch_forward_huge(const NormForwardParams& params, cudaStream_t st
     using Plan = typename decltype(plan)::Forward;
     const Slices slices = slices_of<Plan>(params.hidden_size);
     const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
-    const OverlappedLaunch launch(dim3(static_cast<unsigned>(params.rows * slices.count)), dim3(Plan::kThreads),
-                                  stream);
+    const ClusterLaunch launch(params.rows * slices.count, Plan::kThreads, 0, 1, stream);
     cudaError_t error = cudaLaunchKernelEx(&launch.config, norm_huge_moments_kernel<scalar_t, Plan>, params, slices);
     if (error != cudaSuccess) return error;
     int device = 0;
@@ -501,7 +498,7 @@ cudaError_t launch_backward_huge(const NormBackwardParams& params, cudaStream_t 
     rest.workspace = static_cast<char*>(params.workspace) + launch.sums_bytes;
     acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;
 
-    const OverlappedLaunch sums(dim3(static_cast<unsigned>(params.rows * slices.count)), dim3(Sums::kThreads), stream);
+    const ClusterLaunch sums(params.rows * slices.count, Sums::kThreads, 0, 1, stream);
     cudaError_t error = cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, weight_t, Sums>, params,
                                            slices, launch.groups == 1);
     if (error != cudaSuccess) return error;

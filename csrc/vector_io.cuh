@@ -103,25 +103,34 @@ __device__ __forceinline__ RawVec<T, kVec> one_vec() {
   return filled_vec<T, kVec>(1);
 }
 
-// From memory aligned to its words that nobody writes while the kernel runs.
-template <typename T, int kVec>
+// From memory that nobody writes while the kernel runs; kOrdered: that the kernel before may still have written when
+// this one began (OverlappedLaunch).
+template <bool kOrdered, typename T>
+__device__ __forceinline__ T load(const T* source) {
+  if constexpr (kOrdered) return *source;
+  return __ldg(source);
+}
+
+// The same of a vector, aligned to its words.
+template <typename T, int kVec, bool kOrdered = false>
 __device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
   RawVec<T, kVec> raw;
 #pragma unroll
   for (int word = 0; word < raw.kWords; ++word)
-    raw.words[word] = __ldg(reinterpret_cast<const typename RawVec<T, kVec>::Word*>(source) + word);
+    raw.words[word] = load<kOrdered>(reinterpret_cast<const typename RawVec<T, kVec>::Word*>(source) + word);
   return raw;
 }
 
 // The first `count` elements of a vector; the others are 0. Vectors of less than 16 bytes belong to ragged rows and are
 // read element by element; the others are whole, or not there at all.
-template <typename T, int kVec>
+template <typename T, int kVec, bool kOrdered = false>
 __device__ __forceinline__ RawVec<T, kVec> load_some(const T* source, int count) {
-  if constexpr (RawVec<T, kVec>::kBytes >= 16) return count > 0 ? load_vec<T, kVec>(source) : zero_vec<T, kVec>();
+  if constexpr (RawVec<T, kVec>::kBytes >= 16)
+    return count > 0 ? load_vec<T, kVec, kOrdered>(source) : zero_vec<T, kVec>();
   T elements[kVec] = {};
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
-    if (i < count) elements[i] = __ldg(source + i);
+    if (i < count) elements[i] = load<kOrdered>(source + i);
   RawVec<T, kVec> raw;
   memcpy(&raw, elements, sizeof(raw));
   return raw;
