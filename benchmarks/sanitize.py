@@ -203,7 +203,8 @@ def list_calls(light=False):
     for dtype, hidden_size, gated in itertools.product(
         (half, brain, single, double), (131, 264, 1024, 4099, 20000), (False, True)
     ):
-        calls.append((modulated, 3, draw.choice((8, 200)), hidden_size, dtype, dtype, gated))
+        tokens = 8 if light else draw.choice((8, 200))
+        calls.append((modulated, 3, tokens, hidden_size, dtype, dtype, gated))
     draw.shuffle(calls)
     if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
         calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))

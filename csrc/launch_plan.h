@@ -444,12 +444,12 @@ constexpr int kHugeNormalizeBlocksPerSm = 2;  // holds a tile of x, weight and b
 constexpr int kHugeLeastCuts = 8;             // of a row, so that as many blocks as run at once leave few SMs without.
                                               // 8 x 4M, bf16 / fp32: by slices of 2 / 4 tiles 69 / 157 us, 8 67 / 138,
                                               // 16, which is that many blocks, 63 / 127
-constexpr int kHugeGradientWaves = 4;         // of blocks of gradients, where rows are many enough
-constexpr int kHugeGradientBlocks = 6;        // an SM, at most: each merges sums before it begins. 1 x 16M fp32: a
-                                              // block a tile of columns 184 us, 12 171, 6 170, 3 169
-constexpr int kHugeRowsAhead = 2;             // rows whose x and grad_output a thread loads at once; 4 was slower, and
-                                              // 1 for a single row (1 x 16M bf16: 97 us, 91)
-constexpr int kHugeTable = 64;                // rows whose sums a block of gradients merges at once
+constexpr int kHugeGradientWaves = kForRacecheck ? 1 : 4;  // of blocks of gradients, where rows are many enough
+constexpr int kHugeGradientBlocks = 6;  // an SM, at most: each merges sums before it begins. 1 x 16M fp32: a
+                                        // block a tile of columns 184 us, 12 171, 6 170, 3 169
+constexpr int kHugeRowsAhead = 2;       // rows whose x and grad_output a thread loads at once; 4 was slower, and
+                                        // 1 for a single row (1 x 16M bf16: 97 us, 91)
+constexpr int kHugeTable = 64;          // rows whose sums a block of gradients merges at once
 
 // Slices of a row: 256, and up to 512 where they would be longer than four tiles. Every block of a second kernel merges
 // all slices of its rows, so what is read for that grows with their square; an H200 has room for 528 blocks of sums.
@@ -467,7 +467,7 @@ constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, of operations w
 constexpr int kFinalizeColumns = 32;
 constexpr int kFinalizeRows = 32;  // partial rows summed side by side, or 4 where there are few
 constexpr int kFewPartials =
-    kForRacecheck ? 1 : 40;  // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
+    kForRacecheck ? 2 : 40;  // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
 // Its blocks waiting beside those of backward from the start (launch_dependents) gained 0.2 us of 200.
 
 }  // namespace fused_layernorm

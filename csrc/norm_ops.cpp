@@ -549,7 +549,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     stage.grad_output_dtype =
         dtype_of(x.scalar_type() == at::kFloat && grad_dtype != at::kDouble ? grad_dtype : kernel_dtype);
     stage.grad_input_dtype = dtype_of(grad_input_dtype);
-    stage.grad_residual_dtype = dtype_of(add->residual_dtype.value_or(x_dtype));
+    stage.grad_residual_dtype = dtype_of(add->residual_dtype.value_or(has_gate ? x.scalar_type() : x_dtype));
     stage.dropout = dropout;
     params.add = &stage;
   }

@@ -1076,9 +1076,14 @@ def gated_parts(device, op, dtype, residual_dtype, tokens, hidden_size):
     for name, one, two in zip(inputs, found, right, strict=True):
         assert one.dtype == inputs[name].dtype
         torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=tolerance * two.abs().max().item())
-    for name in inputs:  # each alone
+    for name in inputs:  # each alone, and all but it
         (alone,) = torch.autograd.grad((y, z), inputs[name], (grad_y, grad_z), retain_graph=True)
         assert same_bits(alone, found[list(inputs).index(name)])
+        fewer = {other: t.detach() if other == name else t for other, t in inputs.items()}
+        leaves = [t for t in fewer.values() if t.requires_grad]
+        others = torch.autograd.grad(ADAPTIVE[op](**fewer, eps=1e-5), leaves, (grad_y, grad_z))
+        wanted = [gradient for gradient, other in zip(found, inputs, strict=True) if other != name]
+        assert all(same_bits(one, two) for one, two in zip(others, wanted, strict=True))
     (of_z,) = torch.autograd.grad(z, inputs["x"], grad_z)
     torch.testing.assert_close(of_z, (grad_z * gate.to(wide)).to(dtype), rtol=tolerance, atol=tolerance)
 
