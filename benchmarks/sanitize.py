@@ -150,7 +150,7 @@ def list_calls(light=False):
 
     def rows_for(hidden_size):
         if light:  # in racecheck's build few rows are many
-            most = max(1 << 16, 100 * min(hidden_size, 12288)) // hidden_size
+            most = max(max(1 << 16, 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
         else:  # more than begin eagerly
             most = max(600 if hidden_size <= 12288 else FEW, min(MANY, MANY_ELEMENTS // hidden_size))
         return sorted({FEW, min(most, 600) if light else most} | ({1} if hidden_size > 1 << 17 else set()))

@@ -104,7 +104,7 @@ struct UnitStats {
   __device__ T centered(T x_hat) const { return x_hat; }
 };
 
-// 1 / value to a unit in the last place.
+// 1 / value to a unit in the last place. volatile: it would be worked out once for each column, and spill.
 __device__ __forceinline__ float quick_inverse(float value) {
   float result;
   asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

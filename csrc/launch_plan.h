@@ -160,14 +160,16 @@ constexpr bool kMayBeEager = kIsWhole<scalar_t, Plan> && !Plan::kClusters && siz
 
 // Where segments of rows have weights of their own, threads take so many rows one after the other if all of an SM's
 // threads have work then: rows next to each other, which find their weight in L1. A block a row, rows next to each
-// other are on different SMs, and each SM reads every segment's weight (H200, bf16, x of 256 MiB, us for 1, 8, 16, 64,
-// 256 segments; rows one after the other: 1, 2, 4, 8):
-//   N = 768   137 142 157 167 168;  138 144 151 160 159;  136 143 148 151 151;  138 152 153 152 152
-//   N = 1024  136 142 150 161 169;  136 140 144 153 154;  136 143 144 146 146;  136 145 145 146 149
-//   N = 1152  153 162 170 178 187;  142 164 180 175 180;  144 162 162 165 169;  145 163 164 165 168
-//   N = 4096  135 145 155 173 184;  140 146 152 168 170;  140 151 151 162 167;  140 154 156 165 168
-// The last spilled, which cost rows without segments 3%: such plans take one row. What did not help: the weight asked
-// for together with x, or 2048 rows ahead (N = 4096, 8 segments: within 1 us); rows side by side in larger blocks.
+// other are on different SMs, and each SM reads every segment's weight (H200, bf16, x of 256 MiB, the least us of 30
+// for 1, 8, 16, 64, 256 segments, of prototypes that took rows one after the other by 1, 2, 4, 8):
+//   N = 768   138 144 157 168 169;  138 144 151 160 159;  137 144 148 151 151;  138 152 153 152 152
+//   N = 1024  136 142 150 162 169;  136 141 144 154 155;  136 143 144 146 146;  136 145 145 147 149
+//   N = 1152  153 163 170 178 188;  142 164 181 175 180;  144 162 162 165 169;  145 163 164 165 168
+//   N = 4096  135 145 155 174 184;  140 147 152 168 170;  140 151 151 162 167;  140 154 156 165 168
+// At 4096 all but the first spilled, which cost rows without segments 4%: such plans take one row. What did not help (N
+// = 4096): the weight asked for together with x, within 1 us for 1 to 64 segments; asked for 2048 rows ahead as well,
+// what 8 segments cost more than 1 stayed 10 us (and working that out before the loads of x took 18 us more); two and
+// four rows side by side in a block, 4 to 11 us slower with 8 segments.
 constexpr int kSegmentTurns = 4;
 constexpr int64_t kSegmentTurnsThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
@@ -327,7 +329,8 @@ struct AfterGradLadder<float> {
 // B2 410, R7 B2 541 (spilled); 1024 64 x 2 R3 404, R5 413, R4 427; 1152 64 x 3 R3 400, 128 x 2 R2 431, R1 B2 424; 1536
 // 64 x 3 R3 414, 128 x 2 R2 401; 2048 128 x 2 R2 415, 64 x 4 R3 428; 3072 128 x 2 R2 C2 402, R3 413, 64 x 4 R3 C2 412;
 // 4096 128 x 2 R2 C2 410, R3 428, R1 B2 420, 64 x 4 R3 C2 426; 8192 128 x 2 R2 C4 405, R3 447, R1 B2 423, 64 x 4 R3 C4
-// 446. By a pass of its own over x and the gradient of z 470 (4096). fp32 was not measured.
+// 446. By a pass of its own over x and the gradient of z 470 (4096). Not measured: fp32, and rows of 1544 to 2048
+// columns by their own plan (above: by that with clusters).
 template <typename scalar_t>
 struct GateGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 2>, BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 3, 1>,
@@ -359,7 +362,8 @@ template <>
 struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
 
 // Whether rows that a plan of backward with clusters takes always need more than one of its blocks, as a plan that
-// holds as much comes before it. A launch of it without clusters ended with an illegal instruction (H200).
+// holds as much comes before it. Where none did, rows of one block ended with an illegal instruction (H200, clusters of
+// up to 16; a prototype with clusters of up to 2 ran). Why is not known.
 template <typename Only>
 constexpr bool clusters_are_shared(Ladder<Only>) {
   return true;
