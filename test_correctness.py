@@ -163,6 +163,11 @@ def cases():
                 add((199, hidden_size), dtype=dtype, cuda_only=199 * hidden_size > CPU_ELEMENTS)
     # The plans of the CUDA kernels (csrc/launch_plan.h), for few rows and for many: an odd number, so that where rows
     # share a warp some lanes have no last one
+    for hidden_size in (1152, 1792, 2304, 3584, 7168):  # which plans of 16 bits are for
+        for dtype in (fp16, bf16):
+            for weight in (X, fp32):
+                add((3, hidden_size), dtype=dtype, weight=weight, bias=weight, cuda_only=True)
+                add((1201, hidden_size), dtype=dtype, weight=weight, bias=weight, cuda_only=True)
     for hidden_size in (24, 384, 1536, 2048, 3000, 5120, 24584):  # made of whole 16 bytes
         for dtype in (bf16, fp32):
             add((3, hidden_size), dtype=dtype, cuda_only=True)

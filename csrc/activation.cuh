@@ -73,19 +73,22 @@ __device__ __forceinline__ T twice_u(T t) {
   return kTwoRoot2OverPi<T> * t * fma(kCubic<T> * t, t, T(1));
 }
 
+// One question after the other, the dearest activation first, in a form that the compiler makes no table of jumps of:
+// that took nine instructions for each vector, of 178 with gelu (H200, bf16).
+__device__ __forceinline__ bool is(Activation activation, Activation one) {
+  return (1u << static_cast<int>(activation) >> static_cast<int>(one) & 1) != 0;
+}
+
 template <bool kQuick, int kVec, typename T>
 __device__ __forceinline__ void activate(T (&values)[kVec], Activation activation) {
   const auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = f(values[i]);
   };
-  switch (activation) {
-    case Activation::kNone: return;
-    case Activation::kRelu: return each([](T t) { return t < 0 ? T(0) : t; });  // nan stays nan
-    case Activation::kGelu: return each([](T t) { return t * normal_distribution<kQuick>(t); });
-    case Activation::kGeluTanh: return each([](T t) { return t * sigmoid<kQuick>(twice_u(t)); });
-    case Activation::kSilu: return each([](T t) { return t * sigmoid<kQuick>(t); });
-  }
+  if (is(activation, Activation::kGelu)) return each([](T t) { return t * normal_distribution<kQuick>(t); });
+  if (is(activation, Activation::kSilu)) return each([](T t) { return t * sigmoid<kQuick>(t); });
+  if (is(activation, Activation::kGeluTanh)) return each([](T t) { return t * sigmoid<kQuick>(twice_u(t)); });
+  if (is(activation, Activation::kRelu)) return each([](T t) { return t < 0 ? T(0) : t; });  // nan stays nan
 }
 
 // grad *= the derivative at t.
@@ -100,18 +103,13 @@ __device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[
     const T s = sigmoid<kQuick>(v);
     return s + t * s * (1 - s) * dv;
   };
-  switch (activation) {
-    case Activation::kNone: return;
-    case Activation::kRelu: return each([](T t) { return T(!(t <= 0)); });  // of nan 1, as in PyTorch
-    case Activation::kGelu:
-      return each([](T t) {
-        return normal_distribution<kQuick>(t) + t * kInverseRoot2Pi<T> * exp_of<kQuick>(T(-0.5) * t * t);
-      });
-    case Activation::kGeluTanh:
-      return each(
-          [&](T t) { return with_sigmoid(t, twice_u(t), kTwoRoot2OverPi<T> * fma(3 * kCubic<T> * t, t, T(1))); });
-    case Activation::kSilu: return each([&](T t) { return with_sigmoid(t, t, T(1)); });
-  }
+  if (is(activation, Activation::kGelu))
+    return each(
+        [](T t) { return normal_distribution<kQuick>(t) + t * kInverseRoot2Pi<T> * exp_of<kQuick>(T(-0.5) * t * t); });
+  if (is(activation, Activation::kSilu)) return each([&](T t) { return with_sigmoid(t, t, T(1)); });
+  if (is(activation, Activation::kGeluTanh))
+    return each([&](T t) { return with_sigmoid(t, twice_u(t), kTwoRoot2OverPi<T> * fma(3 * kCubic<T> * t, t, T(1))); });
+  if (is(activation, Activation::kRelu)) return each([](T t) { return T(!(t <= 0)); });  // of nan 1, as in PyTorch
 }
 
 }  // namespace fused_layernorm

@@ -202,8 +202,9 @@ struct AfterRow {
 
 // kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
 // used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3). It is for plain calls.
-template <typename scalar_t, bool kEager>
-using ForwardParams = std::conditional_t<kEager, PlainForwardParams<scalar_t>, NormForwardParams>;
+// An After has one weight for all rows, too.
+template <typename scalar_t, bool kEager, typename Fused>
+using ForwardParams = std::conditional_t<kEager || kHasAfter<Fused>, PlainForwardParams<scalar_t>, NormForwardParams>;
 
 // Whether rows may be taken in turns (kTakesTurns). fp32 weights of 16-bit x would spill.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
@@ -211,8 +212,8 @@ constexpr bool kInTurns =
     !kEager && !kIsFused<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kTakesTurns<scalar_t, Plan>;
 
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
-__device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager>& params, acc_type<scalar_t> inverse_n,
-                                            const Fused& fused, int64_t row) {
+__device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
+                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -229,7 +230,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   // Threads side by side, of the row or of one warp, which then has a slice of it
   constexpr int kSpan = kByWarps<Plan> ? 32 : kThreads;
   constexpr int kStep = kSpan * kVec;
-  using Held = Places<Plan, kRagged, kSpan>;
+  using Held = Places<Plan, kRagged, kSpan, kHasAfter<Fused>>;
 
   // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
   // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
@@ -258,8 +259,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
   if constexpr (kEager) wait_for_previous_kernel();
-  const auto weight_vec = [&](const auto* weight, int count) {
-    return load_parameter<kVec>(weight, count, params.weight, one_vec<std::decay_t<decltype(*weight)>, kVec>());
+  const auto weight_vec = [&](const auto* weight, int count, bool given) {
+    return load_parameter<kVec>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
   const auto bias_vec = [&](const auto* bias, int count) {
     return load_parameter<kVec>(bias, count, params.bias, zero_vec<std::decay_t<decltype(*bias)>, kVec>());
@@ -408,13 +409,25 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     const Held held(left, own);
     if (tile != last_tile) load(tile);
     x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
-    // `plain`: y of x's type, no weight_offset
+    // `plain`: y of x's type, no weight_offset; where something comes after, a weight
     const auto store = [&](const auto* weight, const auto* bias, auto plain) {
       [[maybe_unused]] unsigned place = 0;
       if constexpr (kStaged) {
         Row::barrier();
         place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
       }
+      // Where something comes after, a vector's weight and bias are asked for before the one in front of it is worked
+      // on: its branches keep the compiler from that. fp32 beside 16-bit x, and eight vectors of fp32, would spill.
+      using parameter_t = std::decay_t<decltype(*weight)>;
+      constexpr bool kAhead =
+          kHasAfter<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(x_t) == 2 || kVecs < 8);
+      [[maybe_unused]] RawVec<parameter_t, kVec> next_weight, next_bias;
+      [[maybe_unused]] const auto ask_for = [&](int v, bool is_there) {
+        if (v >= kVecs || !(is_there || held.count(v) > 0)) return;
+        next_weight = weight_vec(weight + v * kStep, kVec, plain || params.weight);
+        next_bias = bias_vec(bias + v * kStep, kVec);
+      };
+      if constexpr (kAhead) ask_for(0, false);
       held.for_each([&](int v, auto whole) {
         const int skip = held.index(v) * kStep, count = left - own - skip;
         if (!whole && count <= 0) return;
@@ -423,8 +436,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         if constexpr (kEager) {
           unpack(weight_raw[v], scale);
           unpack(bias_raw[v], offset);
+        } else if constexpr (kAhead) {
+          unpack(next_weight, scale);
+          unpack(next_bias, offset);
+          ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
         } else {
-          unpack(weight_vec(weight + tile + skip, has), scale);
+          unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
           unpack(bias_vec(bias + tile + skip, has), offset);
         }
         if (kEager ? weight_offset != 0 : !plain) {
@@ -448,8 +465,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
-      // What is fused leaves time for an addition of 0, and halves its code by it
-      if (kEager || (!kIsFused<Fused> && same_dtype && weight_offset == 0)) {
+      // An Add leaves time for an addition of 0, and halves its code by it
+      if (kEager || (!kAdds<Fused> && same_dtype && weight_offset == 0 && (!kHasAfter<Fused> || params.weight))) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
@@ -472,8 +489,8 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
                                          : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
                                                                        kAdds<Fused>))
-    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager> params, acc_type<scalar_t> inverse_n,
-                        const __grid_constant__ Fused fused) {
+    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
+                        acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
   if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
@@ -510,11 +527,13 @@ int64_t forward_blocks(NormForwardParams& params) {
 // With an Add or After, by the plans for them.
 template <typename scalar_t, typename x_t, typename Stage>
 cudaError_t launch_fused_forward(NormForwardParams params, const Stage& stage, cudaStream_t stream) {
-  return dispatch_plan<AddLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
+  using LadderOf = std::conditional_t<kHasAfter<Stage>, AfterLadder<scalar_t>, AddLadder<scalar_t>>;
+  return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
     const ClusterLaunch launch(forward_blocks<scalar_t, x_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>, params,
-                              inverse_of<float>(params.hidden_size), stage);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>,
+                              ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
+                              stage);
   });
 }
 

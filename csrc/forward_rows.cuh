@@ -129,9 +129,11 @@ struct PlainForwardParams {
   const void *x, *weight, *bias;
   void* y;
   RowStrides x_strides;
-  int rows, hidden_size;
+  int64_t rows;
+  int hidden_size;
   float eps, weight_offset;
   void *rstd, *mean, *mean_tail;
+  DType weight_dtype;
   bool is_rms_norm;
   static constexpr DType y_dtype = dtype_of<scalar_t>;
   static constexpr int segments = 1;
@@ -144,13 +146,14 @@ struct PlainForwardParams {
         bias(params.bias),
         y(params.y),
         x_strides(params.x_strides),
-        rows(static_cast<int>(params.rows)),
+        rows(params.rows),
         hidden_size(static_cast<int>(params.hidden_size)),
         eps(static_cast<float>(params.eps)),
         weight_offset(static_cast<float>(params.weight_offset)),
         rstd(params.rstd),
         mean(params.mean),
         mean_tail(params.mean_tail),
+        weight_dtype(params.weight_dtype),
         is_rms_norm(params.is_rms_norm) {}
 };
 

@@ -53,11 +53,21 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 // 256 MiB, LayerNorm, fraction of the copy, bf16: N = 64 0.98, 128 0.98, 256 0.975, 384 0.97 (by the plan of 512 0.92),
 // 512 0.98, 1024 0.98, 4096 0.97, 8192 0.97, 16384 0.955; fp32 0.96 to 0.99. Up to N = 512 it was 0.92 to 0.94 while
 // sums named the lanes of a row by a mask worked out at run time (RowThreads).
+//
+// Rows that leave places of their threads empty lose, so that 16-bit rows of some usual sizes have plans of their own,
+// by seven or nine vectors. The least us of 40, bf16 by six or four vectors and by these / fp16 (copy 130): N = 1152
+// 140 136 / 140 136, 1792 140 133 / 149 135, 2304 144 135 / 147 135, 3584 137 134 / 150 132, 7168 141 132 / 162 134;
+// with 8 segments, bf16, 1792 159 144, 2304 173 149, 3584 164 146, 7168 155 148. Few rows wait longer: 8 rows of
+// 2304 2.06 us, not 1.85; 1152 1.99, 1.95; 3584 1.88, 1.83; 7168 as before. What did not help: predicates for the empty
+// places, where there are branches now, 1792 145, 2560 and 1280 2 us slower; 1152 by five vectors 143; eight vectors
+// for 2048, 4096 and 8192 137, 139, 142 (134, 134, 138), in turns for 64 segments 153, 162, 176 (168, 175, 183); nine
+// for 4608 137 (135).
 template <typename scalar_t>
 struct ForwardLadder {
   using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>,
-                      RowPlan<16, 6, 8>, RowPlan<32, 4, 8>, RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>,
-                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<256, 4, 8>,
+                      RowPlan<16, 6, 8>, RowPlan<32, 4, 8>, RowPlan<16, 9, 8>, RowPlan<32, 6, 8>, RowPlan<32, 7, 8>,
+                      RowPlan<64, 4, 8>, RowPlan<32, 9, 8>, RowPlan<64, 6, 8>, RowPlan<64, 7, 8>, RowPlan<128, 4, 8>,
+                      RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<256, 4, 8>,
                       RowPlan<256, 6, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
 };
 template <>
@@ -85,6 +95,25 @@ struct AddLadder<float> {
                       RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
                       RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
+
+// With an activation or dropout after the norm, where instructions decide, a third of them a row's own: more elements a
+// thread, and no empty places. H200, bf16, x of 256 MiB, the least us of 30, relu / gelu / silu / dropout of y, by the
+// plans of AddLadder and by these (copy 130): N = 1024 136 / 146 / 141 / 165, by 16 x 8 137 / 147 / 145 / 160; 1152 180
+// / 191 / 187 / 196 and 138 / 155 / 156 / 158, by 32 x 5 157 / 181 / 174 / 199; 1792 159 / 191 / - / 195 and 137 / 151
+// /
+// - / 155; 2560 180 / 206 / - / 202 and 145 / 160 / - / 180; 4096 141 / 154 / 148 / 174 and 136 / 148 / 146 / 159; 8192
+// 146 / 158 / 154 / 174 and 135 / 147 / 146 / 156. (gelu with two terms of its polynomial fewer than it has.) Those of
+// float32 were taken over, and not timed.
+template <typename scalar_t>
+struct AfterLadder {
+  using type =
+      Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
+             RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<32, 6, 8>, RowPlan<32, 7, 8>, RowPlan<32, 8, 8>,
+             RowPlan<64, 5, 8>, RowPlan<64, 6, 8>, RowPlan<64, 7, 8>, RowPlan<64, 8, 8>, RowPlan<128, 5, 8>,
+             RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<128, 8, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+};
+template <>
+struct AfterLadder<float> : AddLadder<float> {};
 
 // Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones. What a row costs beside its
 // elements is a third of the instructions or more, so few threads have many elements each; 20 places, not 16, so that
@@ -128,11 +157,11 @@ template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
 // Asked of the compiler, so that it takes the registers the plan needs and no fewer (left to itself it aimed at 48 and
-// spilled): 64 a thread, 80 or 128 for 8 vectors a thread. At 71 to 80 registers, three quarters of the threads an SM,
-// forward lost 0.08 of the copy (H200, bf16, N = 1024 to 8192); fp16 has to make do with that, as at 64 it spills (the
-// assembler computes a widened bf16 again, one shift, but keeps a widened fp16). N = 16384, threads an SM: bf16 256 x 8
-// 768 0.955, 512 0.93, 512 x 4 1024 0.92; fp32 512 x 8 1024 0.955, 512 0.86, 1024 x 4 1024 0.83, in two turns 512 x 4
-// 1024 0.90; N = 8192, fp32 256 x 8 768 0.967, 512 0.96, bf16 128 x 8 768 as 256 x 4.
+// spilled): 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or 9. At 71 to 80 registers, three quarters of the
+// threads an SM, forward lost 0.08 of the copy (H200, bf16, N = 1024 to 8192); fp16 has to make do with that, as at 64
+// it spills (the assembler computes a widened bf16 again, one shift, but keeps a widened fp16). N = 16384, threads an
+// SM: bf16 256 x 8 768 0.955, 512 0.93, 512 x 4 1024 0.92; fp32 512 x 8 1024 0.955, 512 0.86, 1024 x 4 1024 0.83, in
+// two turns 512 x 4 1024 0.90; N = 8192, fp32 256 x 8 768 0.967, 512 0.96, bf16 128 x 8 768 as 256 x 4.
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
@@ -142,7 +171,7 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
     threads = 512;
   } else if (whole && Plan::kVecs > 6) {
     const bool is_fp32 = dtype_bytes(x_dtype) == 4 && !adds;
-    threads = is_fp32 && Plan::kThreads > 256 ? 1024 : is_fp32 || needs_few ? 768 : 512;
+    threads = Plan::kVecs % 2 == 1 ? 640 : is_fp32 && Plan::kThreads > 256 ? 1024 : is_fp32 || needs_few ? 768 : 512;
   } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
     threads = 768;
   }
@@ -156,7 +185,8 @@ constexpr int64_t kEagerBlocks = kForRacecheck                 ? 8
                                  : kForwardThreads<Plan> < 128 ? 1024
                                                                : 512;
 template <typename scalar_t, typename Plan>
-constexpr bool kMayBeEager = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kVecs <= 6;
+constexpr bool kMayBeEager =
+    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kVecs <= 7 || Plan::kVecs == 9);
 
 // Where segments of rows have weights of their own, threads take so many rows one after the other if all of an SM's
 // threads have work then: rows next to each other, which find their weight in L1. A block a row, rows next to each
@@ -173,8 +203,8 @@ constexpr bool kMayBeEager = kIsWhole<scalar_t, Plan> && !Plan::kClusters && siz
 constexpr int kSegmentTurns = 4;
 constexpr int64_t kSegmentTurnsThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
-constexpr bool kTakesTurns =
-    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kThreads <= 32 || Plan::kVecs == 6);
+constexpr bool kTakesTurns = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 &&
+                             (Plan::kThreads <= 32 || Plan::kVecs == 6 || Plan::kVecs == 7);
 
 // Whether 16-bit elements are widened anew for each pass over the registers, rather than kept widened: two operations
 // an element more, half the registers.
@@ -313,10 +343,13 @@ struct AddGradLadder<float> {
 // 294; 4096 128 x 2 R3 C2 246 / 312 / 291 / 281, 64 x 2 R7 C4 261 / 342 / 305 / 311, 256 x 2 R1 267 / 341 / 319 / 315,
 // by the plan of AddGradLadder 318 / 436 / 407 / 372; 8192 128 x 2 R3 C4 270 / 340 / 313 / 307, 64 x 2 R7 C8 261 / 341
 // / 306 / 310. With bias loaded from the cache for each row, 4096 by AddGradLadder: 449 / 560 / 518 / 384.
+// Later, by 128 x 2 R3, 64 x 3 R4 and R5: 1152 372 / 470 / 438 / 399, 332 / 443 / 405 / 340, 322 / 431 / 386 / 348;
+// 1280 337 / 427 / 396 / 353, 300 / 401 / 367 / 308, 291 / 388 / 349 / 316; 1536 gelu 358, 342, 331, dropout 306, 266,
+// 271.
 template <typename scalar_t>
 struct AfterGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 7, 1>,
-                      BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>>;
+                      BackwardPlan<64, 3, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>>;
 };
 template <>
 struct AfterGradLadder<float> {

@@ -124,6 +124,7 @@ int64_t after_forward_workspace(const NormForwardParams& params) {
 }
 
 cudaError_t launch_after_forward(const NormForwardParams& params, cudaStream_t stream) {
+  if (params.segments > 1) return cudaErrorInvalidValue;
   const cudaError_t launched = dispatch_after(params, [&](auto type) {
     using scalar_t = decltype(type);
     return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t>{*params.after}, stream);

@@ -837,7 +837,8 @@ def test_activation(device, op, activation, dtype):
 
 @on_devices("op,activation,dtype,hidden_size", [
     (op, a, dtype, n) for op in OPS for a in ACTIVATIONS for dtype in (bf16, fp16, fp32)
-    for n in (8, 256, 512, 1024, 1536, 2048, 3000, 4096, 8192, 16384, 20000, 40000)
+    for n in (8, 256, 512, 1024, 1152, 1280, 1536, 1792, 2048, 2560, 3000, 3584, 4096, 5120, 6144, 7168, 8192, 12288,
+              16384, 20000, 40000)
 ], devices=("cuda",))  # fmt: skip
 def test_activation_of_many_sizes(device, op, activation, dtype, hidden_size):
     activates(device, op, activation, dtype, hidden_size)
@@ -867,6 +868,39 @@ def activates(device, op, activation, dtype, hidden_size):
             if dtype in (bf16, fp16) and device == "cuda" and i > 0:
                 unit = eps
             torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
+
+
+@on_devices("op,dtype,given,hidden_size", [
+    (op, dtype, given, n) for op in OPS for dtype in (bf16, fp16, fp32)
+    for given in ("nothing", "weight", "weight_offset", "fp32")
+    for n in (8, 264, 1000, 1152, 1280, 1800, 2560, 3584, 4104, 5120, 8200, 16384)
+], devices=("cuda",))  # fmt: skip
+def test_activation_and_dropout_of_many_sizes(device, op, dtype, given, hidden_size):
+    """what is kept of activation of the norm, scaled, with and without weight, bias, weight_offset: against fp64"""
+    case, shape = Case((23, hidden_size), op=op, dtype=dtype), (hidden_size,)
+    inputs, offset = make_inputs(case, device), 1.0 if given == "weight_offset" else 0.0
+    leaves = {"x": inputs.x, "weight": inputs.weight, "bias": inputs.bias}
+    if given == "fp32":
+        leaves |= {name: leaves[name].float() for name in ("weight", "bias")}
+    for name in ("weight", "bias") if given == "nothing" else ("bias",) if given == "weight" else ():
+        del leaves[name]
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    options = {"normalized_shape": shape, "weight_offset": offset, "activation": "silu", "dropout_p": 0.3}
+    y = OPS[op](**leaves, eps=case.eps, **options)
+    kept = y.detach() != 0
+    assert abs(kept.double().mean() - 0.7) < 6 * math.sqrt(0.21 / kept.numel())
+    wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+    norm = reference.norm(
+        wide["x"], wide.get("weight"), wide.get("bias"), shape, case.eps, offset, op == "rms_norm", None
+    )
+    truth = F.silu(norm) * kept / 0.7
+    gradients = torch.autograd.grad(y, leaves.values(), inputs.grad_output)
+    truths = torch.autograd.grad(truth, wide.values(), inputs.grad_output.double())
+    eps = torch.finfo(dtype).eps
+    for i, (found, wanted) in enumerate(zip((y, *gradients), (truth, *truths), strict=True)):
+        unit = eps if dtype != fp32 and i > 0 else 4e-6  # as in activates()
+        rtol = 16 * eps if dtype == fp32 else eps
+        torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
 
 @on_devices("activation,dtype", [(a, dtype) for a in ACTIVATIONS for dtype in (bf16, fp16)], devices=("cuda",))
@@ -981,7 +1015,8 @@ PARTS = [(3, 37, 768), (3, 37, 77), (2, 9, 1), (300, 8, 16), (5, 16, 260), (2, 8
 CUDA_PARTS = [(3, 37, n) for n in (8, 128, 256, 769, 1024, 1536, 2048, 2056, 3072, 4096, 4097, 5120, 8192, 16384)]
 CUDA_PARTS += [(2, 8, n) for n in (24576, 65536, 131072, 262152)]
 CUDA_PARTS += [(2, 3000, 1024), (600, 8, 512), (140, 64, 4096), (3, 700, 8192), (65535, 8, 8)]
-CUDA_PARTS += [(16, 1100, 1024), (37, 500, 1152), (5, 7001, 512)]  # rows in turns (kSegmentTurns of launch_plan.h)
+# rows in turns (kSegmentTurns of launch_plan.h)
+CUDA_PARTS += [(16, 1100, 1024), (37, 1000, 1152), (5, 7001, 512), (8, 2203, 1792), (9, 2000, 2304), (12, 731, 3584)]
 
 
 @on_devices("op,dtype,residual,parts", [
