@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "initcheck", "synccheck")
 # Rows: few, and enough that each place of backward's ring in shared memory is used again
-FEW, MANY, MANY_ELEMENTS = 3, 60_000, 1 << 22
+FEW, MANY, MANY_ELEMENTS = 3, 60_000, 5 << 20
 # The end of a struct template's specialization in csrc/launch_plan.h: which x it is for.
 SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "float, float": "fp32", "double": "fp64"}
 
@@ -191,9 +191,8 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True))
-    for dtype, hidden_size in (
-        () if light else ((half, 1152), (brain, 1024), (brain, 1792), (single, 512))
-    ):  # rows in turns
+    in_turns = ((half, 1152), (brain, 1024), (brain, 1792), (single, 512))  # rows
+    for dtype, hidden_size in () if light else in_turns:
         calls.append((modulated, 16, 2048, hidden_size, dtype, None, False))
     # What the stages leave to kernels of their own: ragged rows, mixtures of dtypes, fp64.
     for (dtype, z), p, hidden_size in itertools.product((*mixes, (double, double)), (0.0, 0.1), (1, 7, 131, 769, 4099)):

@@ -1117,8 +1117,9 @@ def gated_parts(device, op, dtype, residual_dtype, tokens, hidden_size):
         fewer = {other: t.detach() if other == name else t for other, t in inputs.items()}
         leaves = [t for t in fewer.values() if t.requires_grad]
         others = torch.autograd.grad(ADAPTIVE[op](**fewer, eps=1e-5), leaves, (grad_y, grad_z))
-        wanted = [gradient for gradient, other in zip(found, inputs, strict=True) if other != name]
-        assert all(same_bits(one, two) for one, two in zip(others, wanted, strict=True))
+        # Where no kernel has the gate, its gradient is summed in another order if x's is not wanted
+        for one, two in zip(others, (g for g, other in zip(right, inputs, strict=True) if other != name), strict=True):
+            torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=tolerance * two.abs().max().item())
     (of_z,) = torch.autograd.grad(z, inputs["x"], grad_z)
     torch.testing.assert_close(of_z, (grad_z * gate.to(wide)).to(dtype), rtol=tolerance, atol=tolerance)
 
