@@ -78,19 +78,19 @@ ${BUILD:-env FORCE_CUDA=1 python3 setup.py build_ext --inplace} > "$out/build.lo
 rm -f "$out/promises.xml"
 read -ra parts <<< "${PARTS:-fuzz sanitizer training promises}"
 cards=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
-pids=() failed=()
+pids=() failed=() given=${CUDA_VISIBLE_DEVICES:-}
 for i in "${!parts[@]}"; do
-  if ((cards >= ${#parts[@]})); then export CUDA_VISIBLE_DEVICES=$i; fi
+  if ((cards >= ${#parts[@]})) && [[ -z $given ]]; then export CUDA_VISIBLE_DEVICES=$i; fi
   started=$SECONDS
   (set -e; "part_${parts[i]}" > "$out/${parts[i]}.log" 2>&1) &
   pids+=($!)
-  if ((cards < ${#parts[@]})); then
+  if ((cards < ${#parts[@]})) || [[ -n $given ]]; then
     wait $! || true # its status is asked for again below
     echo "${parts[i]}: $((SECONDS - started)) s"
   fi
 done
 for i in "${!parts[@]}"; do wait "${pids[i]}" || failed+=("${parts[i]}"); done
-unset CUDA_VISIBLE_DEVICES
+if [[ -z $given ]]; then unset CUDA_VISIBLE_DEVICES; fi
 for part in "${parts[@]}"; do printf '\n==== %s\n' "$part"; tail -n 8 "$out/$part.log"; done
 printf '\n'
 python3 benchmarks/figures.py "$out"

@@ -201,6 +201,11 @@ def list_calls(light=False):
         add_call(37, 520, dtype, dtype, single, p)
         add_call(37, 520, dtype, single, dtype, p)
         add_call(37, 520, dtype, dtype, dtype, p, out_dtype=single)
+    for (dtype, out_dtype), hidden_size in itertools.product(
+        ((half, single), (brain, double), (single, double)), (7, 264, 4099)
+    ):
+        norm, chosen = draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice(after) | {"out_dtype": out_dtype}
+        calls.append((plain, 37, hidden_size, dtype, dtype, norm, 0, chosen))
     for dtype, hidden_size, gated in itertools.product(
         (half, brain, single, double), (131, 264, 1024, 4099, 20000), (False, True)
     ):

@@ -204,7 +204,9 @@ struct AfterRow {
 // used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3). It is for plain calls.
 // An After has one weight for all rows, too.
 template <typename scalar_t, bool kEager, typename Fused>
-using ForwardParams = std::conditional_t<kEager || kHasAfter<Fused>, PlainForwardParams<scalar_t>, NormForwardParams>;
+using ForwardParams =
+    std::conditional_t<kEager, PlainForwardParams<scalar_t, int>,
+                       std::conditional_t<kHasAfter<Fused>, PlainForwardParams<scalar_t, int64_t>, NormForwardParams>>;
 
 // Whether rows may be taken in turns (kTakesTurns). fp32 weights of 16-bit x would spill.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>

@@ -123,13 +123,14 @@ __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
 // What most calls ask for and no more, by the names of NormForwardParams: one weight for all rows, y of x's dtype. Few
-// bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6).
-template <typename scalar_t>
+// bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6). `rows_t`: wide
+// enough for the rows there may be.
+template <typename scalar_t, typename rows_t>
 struct PlainForwardParams {
   const void *x, *weight, *bias;
   void* y;
   RowStrides x_strides;
-  int64_t rows;
+  rows_t rows;
   int hidden_size;
   float eps, weight_offset;
   void *rstd, *mean, *mean_tail;
@@ -146,7 +147,7 @@ struct PlainForwardParams {
         bias(params.bias),
         y(params.y),
         x_strides(params.x_strides),
-        rows(params.rows),
+        rows(static_cast<rows_t>(params.rows)),
         hidden_size(static_cast<int>(params.hidden_size)),
         eps(static_cast<float>(params.eps)),
         weight_offset(static_cast<float>(params.weight_offset)),

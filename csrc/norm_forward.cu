@@ -50,7 +50,7 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
       [[maybe_unused]] constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
       const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
       if constexpr (kMayBeEager<scalar_t, Plan>) {
-        using Plain = PlainForwardParams<scalar_t>;
+        using Plain = PlainForwardParams<scalar_t, int>;
         const int64_t blocks = (params.rows + kRows - 1) / kRows;
         if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
           const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);

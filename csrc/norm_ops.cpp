@@ -617,15 +617,15 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
 namespace {
 
 #ifdef FUSED_LAYERNORM_WITH_CUDA
-// What the operations beside backward are told of the norm. `x`: the tensor whose rows they read.
+// What the operations beside backward are told of the norm, and the tensors it lies in. `x`: that whose rows they read.
 struct NormAgain {
   NormForwardParams params{};
   RowView rows;
-  Tensor weight, bias;
+  Tensor weight, bias, stats;
 
-  NormAgain(const Tensor& x, const Tensor& given_weight, const Tensor& given_bias, const Tensor& stats,
+  NormAgain(const Tensor& x, const Tensor& given_weight, const Tensor& given_bias, const Tensor& given_stats,
             int64_t normalized_ndim, double weight_offset, bool is_rms_norm)
-      : rows(x, normalized_ndim, extent_of(x, normalized_ndim)) {
+      : rows(x, normalized_ndim, extent_of(x, normalized_ndim)), stats(given_stats) {
     const Extent extent = extent_of(x, normalized_ndim);
     TORCH_CHECK(x.is_cuda() && is_supported(x.scalar_type()) && stats.is_contiguous() && stats.device() == x.device() &&
                     stats.scalar_type() == accumulation_type(x.scalar_type()) &&
