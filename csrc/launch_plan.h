@@ -59,9 +59,9 @@ constexpr int round_up_to(int value, int least) { return value > least ? value :
 // 140 136 / 140 136, 1792 140 133 / 149 135, 2304 144 135 / 147 135, 3584 137 134 / 150 132, 7168 141 132 / 162 134;
 // with 8 segments, bf16, 1792 159 144, 2304 173 149, 3584 164 146, 7168 155 148. Few rows wait longer: 8 rows of
 // 2304 2.06 us, not 1.85; 1152 1.99, 1.95; 3584 1.88, 1.83; 7168 as before. What did not help: predicates for the empty
-// places, where there are branches now, 1792 145, 2560 and 1280 2 us slower; 1152 by five vectors 143; eight vectors
-// for 2048, 4096 and 8192 137, 139, 142 (134, 134, 138), in turns for 64 segments 153, 162, 176 (168, 175, 183); nine
-// for 4608 137 (135).
+// places, where there are branches now, 1792 145, 1280 139, 2560 141 (139, 136, 140); 1152 by five vectors 143; eight
+// vectors for 2048, 4096 and 8192 137, 139, 142 (134, 134, 138), in turns for 64 segments 153, 162, 176 (168, 175,
+// 183); nine for 4608 137 (135).
 template <typename scalar_t>
 struct ForwardLadder {
   using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>,
