@@ -97,13 +97,15 @@ struct AddLadder<float> {
 };
 
 // With an activation or dropout after the norm, where instructions decide, a third of them a row's own: more elements a
-// thread, and no empty places. H200, bf16, x of 256 MiB, the least us of 30, relu / gelu / silu / dropout of y, by the
-// plans of AddLadder and by these (copy 130): N = 1024 136 / 146 / 141 / 165, by 16 x 8 137 / 147 / 145 / 160; 1152 180
-// / 191 / 187 / 196 and 138 / 155 / 156 / 158, by 32 x 5 157 / 181 / 174 / 199; 1792 159 / 191 / - / 195 and 137 / 151
-// /
-// - / 155; 2560 180 / 206 / - / 202 and 145 / 160 / - / 180; 4096 141 / 154 / 148 / 174 and 136 / 148 / 146 / 159; 8192
-// 146 / 158 / 154 / 174 and 135 / 147 / 146 / 156. (gelu with two terms of its polynomial fewer than it has.) Those of
-// float32 were taken over, and not timed.
+// thread, and no empty places. H200, bf16, x of 256 MiB, the least us of 30 (copy 130), relu, gelu, silu, dropout of y,
+// by the plans of AddLadder; and by these:
+//   N = 1024  136 146 141 165; by 16 x 8 137 147 145 160
+//   N = 1152  180 191 187 196; 138 155 156 158; by 32 x 5 157 181 174 199
+//   N = 1792  159 191   - 195; 137 151   - 155
+//   N = 2560  180 206   - 202; 145 160   - 180
+//   N = 4096  141 154 148 174; 136 148 146 159
+//   N = 8192  146 158 154 174; 135 147 146 156
+// (gelu with two terms of its polynomial fewer than it has.) Those of float32 were taken over, and not timed.
 template <typename scalar_t>
 struct AfterLadder {
   using type =
