@@ -134,8 +134,8 @@ struct PlainForwardParams {
   int hidden_size;
   float eps, weight_offset;
   void *rstd, *mean, *mean_tail;
-  DType weight_dtype;
   bool is_rms_norm;
+  DType weight_dtype;
   static constexpr DType y_dtype = dtype_of<scalar_t>;
   static constexpr int segments = 1;
   static constexpr int64_t weight_stride = 0;
@@ -154,8 +154,8 @@ struct PlainForwardParams {
         rstd(params.rstd),
         mean(params.mean),
         mean_tail(params.mean_tail),
-        weight_dtype(params.weight_dtype),
-        is_rms_norm(params.is_rms_norm) {}
+        is_rms_norm(params.is_rms_norm),
+        weight_dtype(params.weight_dtype) {}
 };
 
 // The segment of a row, and where its weight and bias begin.
