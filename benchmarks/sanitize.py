@@ -191,8 +191,8 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True))
-    in_turns = ((half, 1152), (brain, 1024), (brain, 1792), (single, 512))  # rows
-    for dtype, hidden_size in () if light else in_turns:
+    rows_in_turns = ((half, 1152), (brain, 1024), (brain, 1792), (single, 512))
+    for dtype, hidden_size in () if light else rows_in_turns:
         calls.append((modulated, 16, 2048, hidden_size, dtype, None, False))
     # What the stages leave to kernels of their own: ragged rows, mixtures of dtypes, fp64.
     for (dtype, z), p, hidden_size in itertools.product((*mixes, (double, double)), (0.0, 0.1), (1, 7, 131, 769, 4099)):

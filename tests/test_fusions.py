@@ -1117,9 +1117,16 @@ def gated_parts(device, op, dtype, residual_dtype, tokens, hidden_size):
         fewer = {other: t.detach() if other == name else t for other, t in inputs.items()}
         leaves = [t for t in fewer.values() if t.requires_grad]
         others = torch.autograd.grad(ADAPTIVE[op](**fewer, eps=1e-5), leaves, (grad_y, grad_z))
-        # Where no kernel has the gate, its gradient is summed in another order if x's is not wanted
-        for one, two in zip(others, (g for g, other in zip(right, inputs, strict=True) if other != name), strict=True):
-            torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=tolerance * two.abs().max().item())
+        # Where no kernel of CUDA has the gate, its gradient is summed in another order if x's is not wanted
+        # (docs/reliability.md, "Not promised")
+        is_stage = hidden_size <= 32768 and hidden_size * x.element_size() % 16 == 0
+        for one, other in zip(others, (other for other in inputs if other != name), strict=True):
+            at = list(inputs).index(other)
+            if other == "gate" and name == "x" and device == "cuda" and not is_stage:
+                limit = tolerance * right[at].abs().max().item()
+                torch.testing.assert_close(one.double(), right[at], rtol=tolerance, atol=limit)
+            else:
+                assert same_bits(one, found[at])
     (of_z,) = torch.autograd.grad(z, inputs["x"], grad_z)
     torch.testing.assert_close(of_z, (grad_z * gate.to(wide)).to(dtype), rtol=tolerance, atol=tolerance)
 
