@@ -106,13 +106,6 @@ struct AddLadder<float> {
 //   N = 4096  141 154 148 174; 136 148 146 159
 //   N = 8192  146 158 154 174; 135 147 146 156
 // (gelu with two terms of its polynomial fewer than it has.) Those of float32 were taken over, and not timed.
-//
-// Of gelu's samples at 4096 25% are of warps that wait for instructions: the code of all vectors does not fit their
-// cache. What did not help: a loop over vectors that lie in shared memory, of which each activation has its own; nobody
-// waits then, but 8% more instructions run: 1024 151 / 144 / 165 (gelu, silu, dropout of y) became 160 to 170 / 146 /
-// 168 to 189, 4096 157 / 149 / 161 155 to 161 / 142 / 163 to 174. The same with 16 vectors a thread, copied there
-// without registers: 28 instructions an element, as now, but weights come from L2, as shared memory takes L1's place:
-// 174 / 154 / 174.
 template <typename scalar_t>
 struct AfterLadder {
   using type =
@@ -355,14 +348,6 @@ struct AddGradLadder<float> {
 // Later, by 128 x 2 R3, 64 x 3 R4 and R5: 1152 372 / 470 / 438 / 399, 332 / 443 / 405 / 340, 322 / 431 / 386 / 348;
 // 1280 337 / 427 / 396 / 353, 300 / 401 / 367 / 308, 291 / 388 / 349 / 316; 1536 gelu 358, 342, 331, dropout 306, 266,
 // 271.
-//
-// Counted by ncu, gelu at 4096 took 55 instructions an element (plain 23), of which the derivative needs 15: 12 were a
-// row's own, for 16 elements a thread, and x was widened and centered three times. With code of its own for each
-// activation, sums of x_hat, shared addresses that are kept and no vector that a warp does not have it takes 45, and
-// gelu / silu / dropout of y instead of 271 / 248 / 229 (1024), 422 / 380 / 343 (1152), 323 / 296 / 266 (1536), 309 /
-// 288 / 276 (4096), 332 / 315 / 296 (8192) 252 / 226 / 237, 345 / 312 / 304, 268 / 242 / 240, 270 / 246 / 251, 301 /
-// 272 / 282. Leaving vectors out cost dropout 7% where the others gained up to 10%, as random numbers of two vectors at
-// once hide each other's latency.
 template <typename scalar_t>
 struct AfterGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 7, 1>,

@@ -33,7 +33,6 @@ cudaError_t dispatch_stage(const NormBackwardParams& params, DType x, F&& f) {
     if constexpr (kNeedsBias<Stage<x_t>> && !std::is_same<x_t, scalar_t>::value) {
       return cudaErrorNotSupported;
     } else {
-      if (kNeedsBias<Stage<x_t>> && params.segments > 1) return cudaErrorNotSupported;
       using LadderOf = std::conditional_t<
           kHasAfter<Stage<x_t>>, AfterGradLadder<scalar_t>,
           std::conditional_t<kHasGate<Stage<x_t>>, GateGradLadder<scalar_t>, AddGradLadder<scalar_t>>>;
