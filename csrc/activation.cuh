@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "norm_params.h"
 
 namespace fused_layernorm {
@@ -60,9 +62,20 @@ __device__ __forceinline__ T normal_distribution(T t) {
   }
 }
 
+// Phi's derivative, exp(-t^2/2) / sqrt(2*pi).
+template <bool kQuick, typename T>
+__device__ __forceinline__ T normal_density(T t) {
+  if constexpr (kQuick) {
+    constexpr float kLog2OfFactor = -1.3257480647f, kHalfLog2E = -0.72134752045f;
+    float density;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(density) : "f"(fmaf(t * kHalfLog2E, t, kLog2OfFactor)));
+    return density;
+  } else {
+    return T(0.39894228040143267794) * exp_of<false>(T(-0.5) * t * t);
+  }
+}
+
 // gelu(t) = t * Phi(t); by its tanh formula t * sigmoid(2u), u = sqrt(2/pi) * (t + 0.044715 * t^3).
-template <typename T>
-constexpr T kInverseRoot2Pi = T(0.39894228040143267794);
 template <typename T>
 constexpr T kTwoRoot2OverPi = T(1.59576912160573071176);
 template <typename T>
@@ -73,43 +86,71 @@ __device__ __forceinline__ T twice_u(T t) {
   return kTwoRoot2OverPi<T> * t * fma(kCubic<T> * t, t, T(1));
 }
 
-// One question after the other, the dearest activation first, in a form that the compiler makes no table of jumps of:
-// that took nine instructions for each vector, of 178 with gelu (H200, bf16).
-__device__ __forceinline__ bool is(Activation activation, Activation one) {
-  return (1u << static_cast<int>(activation) >> static_cast<int>(one) & 1) != 0;
+// An activation that is known when the kernel is compiled.
+template <Activation activation>
+struct Which {};
+
+// Calls f(Which<activation>{}). One question after the other, the dearest activation first, in a form that the compiler
+// makes no table of jumps of: that took nine instructions (H200).
+template <typename F>
+__device__ __forceinline__ void with_activation(Activation activation, F&& f) {
+  const auto is = [&](Activation one) {
+    return (1u << static_cast<int>(activation) >> static_cast<int>(one) & 1) != 0;
+  };
+  if (is(Activation::kGelu)) return f(Which<Activation::kGelu>{});
+  if (is(Activation::kSilu)) return f(Which<Activation::kSilu>{});
+  if (is(Activation::kGeluTanh)) return f(Which<Activation::kGeluTanh>{});
+  if (is(Activation::kRelu)) return f(Which<Activation::kRelu>{});
+  f(Which<Activation::kNone>{});
 }
 
-template <bool kQuick, int kVec, typename T>
-__device__ __forceinline__ void activate(T (&values)[kVec], Activation activation) {
-  const auto each = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = f(values[i]);
-  };
-  if (is(activation, Activation::kGelu)) return each([](T t) { return t * normal_distribution<kQuick>(t); });
-  if (is(activation, Activation::kSilu)) return each([](T t) { return t * sigmoid<kQuick>(t); });
-  if (is(activation, Activation::kGeluTanh)) return each([](T t) { return t * sigmoid<kQuick>(twice_u(t)); });
-  if (is(activation, Activation::kRelu)) return each([](T t) { return t < 0 ? T(0) : t; });  // nan stays nan
+// Calls f(which, drops), a Which and a std::bool_constant: f has a loop over a row's vectors in it, which asks nothing
+// then, and whose code lies together.
+template <typename F>
+__device__ __forceinline__ void with_after(const AfterNorm& after, F&& f) {
+  with_activation(after.activation, [&](auto which) {
+    if (after.dropout.philox) {
+      f(which, std::true_type{});
+    } else {
+      f(which, std::false_type{});
+    }
+  });
 }
 
-// grad *= the derivative at t.
-template <bool kQuick, int kVec, typename T>
-__device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[kVec], Activation activation) {
-  const auto each = [&](auto slope) {
+template <bool kQuick, Activation activation, typename T>
+__device__ __forceinline__ T activated(Which<activation>, T t) {
+  if constexpr (activation == Activation::kGelu) return t * normal_distribution<kQuick>(t);
+  if constexpr (activation == Activation::kSilu) return t * sigmoid<kQuick>(t);
+  if constexpr (activation == Activation::kGeluTanh) return t * sigmoid<kQuick>(twice_u(t));
+  if constexpr (activation == Activation::kRelu) return t < 0 ? T(0) : t;  // nan stays nan
+  return t;
+}
+template <bool kQuick, int kVec, typename T, typename Activation>
+__device__ __forceinline__ void activate(T (&values)[kVec], Activation which) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) grad[i] *= slope(t[i]);
-  };
+  for (int i = 0; i < kVec; ++i) values[i] = activated<kQuick>(which, values[i]);
+}
+
+// The derivative at t.
+template <bool kQuick, Activation activation, typename T>
+__device__ __forceinline__ T slope(Which<activation>, T t) {
   // Of t * sigmoid(v), where v is v(t)
-  const auto with_sigmoid = [](T t, T v, T dv) {
+  [[maybe_unused]] const auto with_sigmoid = [](T t, T v, T dv) {
     const T s = sigmoid<kQuick>(v);
     return s + t * s * (1 - s) * dv;
   };
-  if (is(activation, Activation::kGelu))
-    return each(
-        [](T t) { return normal_distribution<kQuick>(t) + t * kInverseRoot2Pi<T> * exp_of<kQuick>(T(-0.5) * t * t); });
-  if (is(activation, Activation::kSilu)) return each([&](T t) { return with_sigmoid(t, t, T(1)); });
-  if (is(activation, Activation::kGeluTanh))
-    return each([&](T t) { return with_sigmoid(t, twice_u(t), kTwoRoot2OverPi<T> * fma(3 * kCubic<T> * t, t, T(1))); });
-  if (is(activation, Activation::kRelu)) return each([](T t) { return T(!(t <= 0)); });  // of nan 1, as in PyTorch
+  if constexpr (activation == Activation::kGelu) return normal_distribution<kQuick>(t) + t * normal_density<kQuick>(t);
+  if constexpr (activation == Activation::kSilu) return with_sigmoid(t, t, T(1));
+  if constexpr (activation == Activation::kGeluTanh)
+    return with_sigmoid(t, twice_u(t), kTwoRoot2OverPi<T> * fma(3 * kCubic<T> * t, t, T(1)));
+  if constexpr (activation == Activation::kRelu) return T(!(t <= 0));  // of nan 1, as in PyTorch
+  return T(1);
+}
+// grad *= the derivative at t.
+template <bool kQuick, int kVec, typename T, typename Activation>
+__device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[kVec], Activation which) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) grad[i] *= slope<kQuick>(which, t[i]);
 }
 
 }  // namespace fused_layernorm

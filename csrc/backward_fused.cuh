@@ -1,6 +1,8 @@
 // Backward's strategy "fused": persistent blocks walk over rows. norm_backward.cu has the formulas.
 #pragma once
 
+#include <cstddef>
+
 #include "activation.cuh"
 #include "add_rows.cuh"
 #include "backward_rows.cuh"
@@ -14,6 +16,11 @@
 namespace fused_layernorm {
 namespace {
 
+// Whether threads have registers for shared addresses, which are worked out anew for each row otherwise: about 20
+// instructions a row, of 600 with 16 elements a thread.
+template <typename Plan>
+constexpr bool kHasRoom = Plan::kOneBehind && Plan::kVecs * Plan::kVec <= 16;
+
 // The part of each row that a persistent block works on: all of it, or a slice where a cluster shares the row; and
 // which rows: all, or those of a segment.
 struct Slice {
@@ -26,15 +33,16 @@ struct Slice {
   int64_t first_parameter;  // where weight and bias of these columns begin
 
   // In whole sets of kSet vectors, so that tensors of a narrower type are made of 16 bytes too.
-  template <typename Plan, int kSet>
+  template <typename Plan, int kSet, bool kMaySegment>
   __device__ static Slice of(const NormBackwardParams& params) {
     Slice slice;
     slice.blocks = Plan::kClusters ? cluster_size() : 1;
     slice.rank = Plan::kClusters ? cluster_rank() : 0;
-    const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
-    const int64_t most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
+    const int hidden_size = static_cast<int>(params.hidden_size);
+    const int vecs = static_cast<int>(vecs_of<Plan::kVec>(hidden_size));
+    const int most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
     slice.first_col = slice.rank * most;
-    slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
+    slice.elements = max(min(most, hidden_size - slice.rank * most), 0);
     const int cluster = static_cast<int>(blockIdx.x) / slice.blocks;
     const int clusters = static_cast<int>(gridDim.x) / slice.blocks;
     slice.first_row = cluster * Plan::kRows;
@@ -42,7 +50,7 @@ struct Slice {
     slice.end_row = static_cast<int>(params.rows);
     slice.segment = 0;
     slice.first_parameter = slice.first_col;
-    if (params.segments > 1) {
+    if (kMaySegment && params.segments > 1) {
       const int clusters_each = clusters / params.segments;
       const int rows_each = static_cast<int>(params.rows) / params.segments;
       slice.segment = cluster / clusters_each;
@@ -104,28 +112,31 @@ struct RowRing {
     uint4 zeros;
   };
 
-  // Shared addresses: of the first stage and what belongs to it, and of 16 bytes of zeros
-  unsigned memory, full, entries, mean_tails, residuals, zeros;
+  // Shared addresses: of the first stage, and of what belongs to the stages.
+  unsigned memory, barriers;
   static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a stage's full barrier to its empty one
   int depth, elements, end_row, stage = 0;
   unsigned parity = 0;
 
+  __device__ unsigned full() const { return barriers + static_cast<unsigned>(offsetof(Barriers, full)); }
+  __device__ unsigned entries() const { return barriers + static_cast<unsigned>(offsetof(Barriers, entries)); }
+  __device__ unsigned mean_tails() const { return barriers + static_cast<unsigned>(offsetof(Barriers, mean_tails)); }
+  __device__ unsigned residuals() const { return barriers + static_cast<unsigned>(offsetof(Barriers, residuals)); }
+  __device__ unsigned zeros() const { return barriers + static_cast<unsigned>(offsetof(Barriers, zeros)); }
+
   // To be constructed by all threads of the block together.
   __device__ RowRing(void* memory, Barriers& barriers, const Slice& slice, int depth)
       : memory(shared_address(memory)),
-        full(shared_address(barriers.full)),
-        entries(shared_address(barriers.entries)),
-        mean_tails(shared_address(barriers.mean_tails)),
-        residuals(shared_address(barriers.residuals)),
-        zeros(shared_address(&barriers.zeros)),
+        barriers(shared_address(&barriers)),
         depth(depth),
         elements(slice.elements),
         end_row(slice.end_row) {
+    if (kHasRoom<Plan>) asm volatile("" : "+r"(this->barriers));
     if (kBulk && threadIdx.x == 0) {
       barriers.zeros = {0, 0, 0, 0};
       for (int i = 0; i < kMaxDepth; ++i) {
-        init_barrier(full + 8 * i, kWarpArrivals);
-        init_barrier(full + kEmpty + 8 * i, kThreads * kRows / 32 * kWarpArrivals);
+        init_barrier(full() + 8 * i, kWarpArrivals);
+        init_barrier(full() + kEmpty + 8 * i, kThreads * kRows / 32 * kWarpArrivals);
       }
       fence_barrier_init();
     }
@@ -223,7 +234,7 @@ struct RowRing {
           if (lane == 0) pace.next_turn();
           __syncwarp();
         }
-        wait_barrier(full + kEmpty + 8 * stage, parity ^ 1);
+        wait_barrier(full() + kEmpty + 8 * stage, parity ^ 1);
         const int pitch = pitch_of(kAdds<Fused> ? tensor : 0);
         const unsigned first = start(stage, tensor);
 #pragma unroll
@@ -235,16 +246,16 @@ struct RowRing {
                     : static_cast<unsigned>(reinterpret_cast<uintptr_t>(source_of(row + group)) % 128) + group * pitch;
           if constexpr (kAdds<Fused>) {
             if (tensor >= 2) {
-              store_shared_element(residuals + 4 * ((tensor - 2) * kMaxDepth * kRows + stage * kRows + group),
+              store_shared_element(residuals() + 4 * ((tensor - 2) * kMaxDepth * kRows + stage * kRows + group),
                                    first + place);
               continue;
             }
           }
-          const unsigned entry = entries + 16 * (stage * kRows + group) + 4 * tensor;
+          const unsigned entry = entries() + 16 * (stage * kRows + group) + 4 * tensor;
           store_shared_element(entry, first + place);
           store_shared_element(entry + 8, statistics[share]);
           if (sizeof(scalar_t) == 4 && for_x)
-            store_shared_element(mean_tails + 4 * (stage * kRows + group), mean_tail[share]);
+            store_shared_element(mean_tails() + 4 * (stage * kRows + group), mean_tail[share]);
         }
         load_statistics(row + slice.row_step);
         // f(where the copy goes, the row or rows in memory, bytes before these that are copied as well, bytes in all)
@@ -263,13 +274,13 @@ struct RowRing {
           });
         __syncwarp();
         if (lane == 0) {
-          expect_bytes(full + 8 * stage, total);
+          expect_bytes(full() + 8 * stage, total);
         } else if (kWarpArrivals > 1) {
-          arrive_barrier(full + 8 * stage);
+          arrive_barrier(full() + 8 * stage);
         }
         __syncwarp();
         for_each_copy([&](unsigned target, const char* source, unsigned past, unsigned covered) {
-          if (kAligned || covered > 0) copy_bulk(target, source - past, covered, full + 8 * stage);
+          if (kAligned || covered > 0) copy_bulk(target, source - past, covered, full() + 8 * stage);
         });
         next_stage();
       }
@@ -316,7 +327,7 @@ struct RowRing {
 
   // Returns when the current stage has arrived.
   __device__ void wait_full() {
-    if constexpr (kBulk) return wait_barrier(full + 8 * stage, parity);
+    if constexpr (kBulk) return wait_barrier(full() + 8 * stage, parity);
     switch (depth - Plan::kOneBehind) {
       case 1: return wait_for_copies<0>();
       case 2: return wait_for_copies<1>();
@@ -328,9 +339,9 @@ struct RowRing {
   // The `group`-th row of stage `of_stage`, row `row` of all.
   __device__ Entry entry(const NormBackwardParams& params, int of_stage, int row, int group) const {
     if constexpr (kBulk) {
-      const uint4 found = load_shared(entries + 16 * (of_stage * kRows + group));
+      const uint4 found = load_shared(entries() + 16 * (of_stage * kRows + group));
       unsigned residual = 0, gated = 0;
-      const unsigned at = residuals + 4 * (of_stage * kRows + group);
+      const unsigned at = residuals() + 4 * (of_stage * kRows + group);
       if constexpr (kAdds<Fused>) residual = load_shared_element<unsigned>(at);
       if constexpr (kHasGate<Fused>) gated = load_shared_element<unsigned>(at + 4 * kMaxDepth * kRows);
       return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual, gated};
@@ -343,9 +354,11 @@ struct RowRing {
                                       int group) const {
     float mean_tail = 0;
     if constexpr (sizeof(scalar_t) == 4)
-      mean_tail = kBulk ? load_shared_element<float>(mean_tails + 4 * (of_stage * kRows + group))
+      mean_tail = kBulk ? load_shared_element<float>(mean_tails() + 4 * (of_stage * kRows + group))
                         : static_cast<float>(load_stats<scalar_t>(params, row).mean_tail);
-    return RowStats<scalar_t>({entry.rstd, entry.mean, mean_tail}, params);
+    const SavedStats<acc_type<scalar_t>> saved{entry.rstd, entry.mean, mean_tail};
+    if constexpr (kAligned) return RowStats<scalar_t>(saved);  // rows of several elements
+    return RowStats<scalar_t>(saved, params);
   }
   // Vector `index` of a row that lies at `at`; of a last one the first `count` elements, and zeros.
   template <typename T = scalar_t>
@@ -368,7 +381,7 @@ struct RowRing {
   __device__ void release(const NormBackwardParams& params, const Fused& fused, int64_t first_col, int read,
                           int64_t next, int group, int rank, unsigned lanes) {
     if constexpr (kBulk) {
-      arrive_of_warp(full + kEmpty + 8 * read, lanes);
+      arrive_of_warp(full() + kEmpty + 8 * read, lanes);
     } else {
       bring(params, fused, first_col, next, group, rank, read);
     }
@@ -380,9 +393,9 @@ template <int kSums, typename T>
 __device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
   using Lanes = RowThreads<32, 1>;
   constexpr int kLanes = kSums < 32 ? kSums : 32;
-  Pair<T> sum{0, 0};
+  Pair<T> sum = shared[threadIdx.x % kLanes];
 #pragma unroll
-  for (int index = 0; index < kSums; index += kLanes) {
+  for (int index = kLanes; index < kSums; index += kLanes) {
     const Pair<T> here = shared[index + threadIdx.x % kLanes];
     sum.first += here.first;
     sum.second += here.second;
@@ -395,58 +408,74 @@ __device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
 // can share row j only when all have shared row j - 2, and so have collected row j - 4.
 template <typename Plan, typename T>
 struct SumExchange {
+  using Row = RowThreads<Plan::kThreads, Plan::kRows>;
   static constexpr int kWarps = Plan::kThreads / 32, kRows = Plan::kRows, kSlots = 4;
-  static constexpr int kCluster = Plan::kMaxCluster;
+  static constexpr int kMostSums = Plan::kMaxCluster * kWarps;
+  struct Slot {
+    Pair<T> sums[kMostSums];
+    uint64_t ready;
+  };
   struct Needed {
-    Pair<T> sums[kRows][kSlots][kCluster * kWarps];
-    uint64_t ready[kRows][kSlots];
+    Slot slots[kRows][kSlots];
   };
   struct Nothing {};
   using Shared = std::conditional_t<Plan::kOneBehind, Needed, Nothing>;
 
-  Pair<T>* sums;
-  unsigned ready;
-  int blocks, rank;
+  // Shared addresses: of the row's first slot; where this lane writes, of a cluster's block `lane % 16` by its first
+  // half of the lanes a first sum, by its second a second; and of the slot there.
+  unsigned slots, target, peer;
+  int blocks;
 
   // To be constructed by all threads of the block together; ready to use after the next barrier of block or cluster.
-  __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks), rank(slice.rank) {
+  __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks) {
     if constexpr (Plan::kOneBehind) {
-      sums = shared.sums[group][0];
-      ready = shared_address(shared.ready[group]);
-      if (threadIdx.x == 0) {
-        for (int i = 0; i < kRows * kSlots; ++i)
-          init_barrier(shared_address(shared.ready[0]) + 8 * i, Plan::kClusters ? 1 : kWarps * kWarpArrivals);
+      const int lane = threadIdx.x % 32;
+      Slot& first = shared.slots[group][0];
+      slots = shared_address(&first);
+      target =
+          shared_address(&first.sums[slice.rank * kWarps + Row::warp()]) + lane / 16 * static_cast<unsigned>(sizeof(T));
+      peer = slots;
+      if (Plan::kClusters && lane % 16 < blocks) {
+        target = address_in_peer(target, lane % 16);
+        peer = address_in_peer(slots, lane % 16);
+      }
+      if (kHasRoom<Plan>) asm volatile("" : "+r"(slots), "+r"(target), "+r"(peer));
+      for (int i = threadIdx.x; i < kRows * kSlots; i += blockDim.x) {
+        Slot& slot = shared.slots[i / kSlots][i % kSlots];
+        for (Pair<T>& sum : slot.sums) sum = {0, 0};
+        init_barrier(shared_address(&slot.ready), Plan::kClusters ? 1 : kWarps * kWarpArrivals);
         fence_barrier_init();
       }
-      for (int i = threadIdx.x; Plan::kClusters && i < kRows * kSlots * kCluster * kWarps; i += blockDim.x)
-        shared.sums[0][0][i] = Pair<T>{0, 0};
     }
   }
-
-  using Row = RowThreads<Plan::kThreads, kRows>;
 
   // Of the block's `turn`-th row.
-  __device__ void share(int turn, Pair<T> value) {
-    const int lane = threadIdx.x % 32, warp = Row::warp(), slot = turn % kSlots;
-    Pair<T>* target = sums + slot * kCluster * kWarps + rank * kWarps + warp;
+  __device__ void share(unsigned turn, Pair<T> value) {
+    const unsigned slot = turn % kSlots * static_cast<unsigned>(sizeof(Slot));
     const T half = lanes_half_sum<Row, 32>(value);
+    const int lane = threadIdx.x % 32;
     if constexpr (Plan::kClusters) {
-      const T other = __shfl_xor_sync(0xffffffffu, half, 16);
-      if (Row::rank() == 0) expect_bytes(ready + 8 * slot, blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
-      const Pair<T> both{lane < 16 ? half : other, lane < 16 ? other : half};
-      if (lane < blocks) send_to_peer(target, ready + 8 * slot, lane, both);
+      if (Row::rank() == 0)
+        expect_bytes(slots + slot + ready_at(), blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
+      if (lane % 16 < blocks) send_to(target + slot, peer + slot + ready_at(), half);
     } else {
-      if (lane % 16 == 0) reinterpret_cast<T*>(target)[lane / 16] = half;
-      arrive_of_warp(ready + 8 * slot);
+      if (lane % 16 == 0) store_shared_element(target + slot, half);
+      arrive_of_warp(slots + slot + ready_at());
     }
   }
-  __device__ Pair<T> collect(int turn) {
-    const int slot = turn % kSlots;
-    wait_barrier(ready + 8 * slot, turn / kSlots % 2);
-    const Pair<T>* shared = sums + slot * kCluster * kWarps;
-    if constexpr (Plan::kClusters) return sum_of_cluster<kCluster * kWarps>(shared);
-    return sum_of_warps<kWarps>(shared);
+  __device__ Pair<T> collect(unsigned turn) {
+    const unsigned slot = slots + turn % kSlots * static_cast<unsigned>(sizeof(Slot));
+    wait_barrier(slot + ready_at(), turn / kSlots % 2);
+    const Pair<T>* sums = static_cast<const Pair<T>*>(__cvta_shared_to_generic(slot));
+    if constexpr (!Plan::kClusters) return sum_of_warps<kWarps>(sums);
+    // The same sum in fewer steps where the others have nothing
+    if (kMostSums > 8 && blocks * kWarps <= 8) return sum_of_cluster<8>(sums);
+    if (kMostSums > 16 && blocks * kWarps <= 16) return sum_of_cluster<16>(sums);
+    return sum_of_cluster<kMostSums>(sums);
   }
+
+ private:
+  __device__ static constexpr unsigned ready_at() { return static_cast<unsigned>(offsetof(Slot, ready)); }
 };
 
 // Fused: NotFused, or an AddGrad, GateGrad, After or FromY, with which weight may also be fp32 whatever weight_t.
@@ -464,14 +493,18 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   extern __shared__ __align__(128) uint4 ring_memory[];
   __shared__ typename Ring::Barriers ring_barriers;
   // Sums of a row: within a warp, at once between the warps of a block, or one row behind
-  __shared__ Pair<acc_t> scratch[2][kRows * Row::kWarps];
+  __shared__ Pair<acc_t> scratch[Plan::kOneBehind ? 1 : Ring::kMaxDepth][kRows * Row::kWarps];
   __shared__ typename Exchange::Shared exchange_shared;
+  // The norm's gradients of two rows where something came after it, each thread's own
+  constexpr bool kKeeps = kHasAfter<Fused> && Plan::kOneBehind;
+  [[maybe_unused]] __shared__ RawVec<x_t, kVec> kept[kKeeps ? 2 : 1][kKeeps ? kVecs : 1][kKeeps ? kThreads * kRows : 1];
 
   // Which rows, and which slice of them
-  const Slice slice = Slice::of<Plan, static_cast<int>(sizeof(scalar_t) / sizeof(x_t))>(params);
+  const Slice slice = Slice::of<Plan, static_cast<int>(sizeof(scalar_t) / sizeof(x_t)), !kIsFromY<Fused>>(params);
   const int rank = Row::rank(), group = Row::group();
   Ring ring(ring_memory, ring_barriers, slice, depth);
   Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
+  if (kForRacecheck) __syncthreads();
   if constexpr (Plan::kClusters) {
     cluster_sync();
   } else {
@@ -538,7 +571,12 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     const auto read_as = [&](auto type, unsigned at, int v, auto whole) {
       using T = decltype(type);
       if constexpr (kAligned) {
-        const bool is_there = elements_of(v) > 0;
+        bool is_there = elements_of(v) > 0;
+        if constexpr (!Plan::kOneBehind && kHasAfter<Fused>) {  // asked anew: kept, what follows from it would spill
+          int at_rank = rank;
+          asm volatile("" : "+r"(at_rank));
+          is_there = (v * kThreads + at_rank) * kVec < slice.elements;
+        }
         if (!Ring::kBulk && !is_there) return zero_vec<T, kVec>();
         return ring.template vec<T>(at, is_there ? v * kThreads + rank : 0, kVec);
       } else {
@@ -547,7 +585,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     };
     const auto read = [&](unsigned at, int v, auto whole) { return read_as(scalar_t{}, at, v, whole); };
     const auto read_grad = [&](unsigned at, int v, auto whole) {
-      return read_as(x_t{}, !kAligned || elements_of(v) > 0 ? at : ring.zeros, v, whole);
+      return read_as(x_t{}, !kAligned || elements_of(v) > 0 ? at : ring.zeros(), v, whole);
     };
     const auto read_gated = [&](unsigned at, int v, auto whole) { return read_as(x_t{}, at, v, whole); };
     const auto read_skip = [&](unsigned at, int v, auto whole) {
@@ -561,67 +599,115 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       const int count = min(rows - (row - group % kRowsOfWarp), kRowsOfWarp);
       return count == kRowsOfWarp ? 0xffffffffu : (1u << count * Row::kLanes) - 1;
     };
-    const auto for_each = [&](auto&& f) {
-      if constexpr (kAligned) {
+    // A warp without a vector in the last place leaves it out, in plans whose rows often end before it
+    constexpr bool kMayEnd = kAligned && kThreads >= 64 && (kHasAfter<Fused> ? kVecs > 1 : kVecs == 3);
+    const auto has_last = [&] {
+      int first = rank - rank % 32;
+      asm volatile("" : "+r"(first));  // asked anew: kept, the answer would spill
+      return ((kVecs - 1) * kThreads + first) * kVec < slice.elements;
+    };
+    const auto for_all = [&](auto&& f) {
 #pragma unroll
-        for (int v = 0; v < kVecs; ++v) f(v, std::true_type{});
+      for (int v = 0; v < kVecs; ++v) f(v, std::true_type{});
+    };
+    const auto for_each = [&](auto&& f) {
+      if constexpr (kMayEnd) {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v)
+          if (v + 1 < kVecs || has_last()) f(v, std::true_type{});
+      } else if constexpr (kAligned) {
+        for_all(f);
       } else {
         held.for_each(f);
       }
     };
-    // Sums along the row, and this row's part of the sums along the columns. Where something came after the norm,
-    // `keep` is given the norm's gradient, rounded as the sums see it, in the place of y's.
+    // Sums along the row, and this row's part of the sums along the columns.
     const auto add_up = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, auto x_vec, auto grad_vec,
                             [[maybe_unused]] auto keep) {
       Pair<acc_t> sums{0, 0};
-      [[maybe_unused]] const auto dropout = [&] {
-        if constexpr (kHasAfter<Fused>)
-          return RowDropout<acc_t>(fused.dropout, row);
-        else
-          return NotFused{};
-      }();
-      for_each([&](int v, auto whole) {
-        acc_t x[kVec], grad[kVec];
-        RawVec<scalar_t, kVec> x_of[1] = {x_vec(v, whole)};
-        unpack(grad_vec(v, whole), grad);
-        if constexpr (kHasAfter<Fused>) {
-          int col = column_of(v);
-          asm volatile("" : "+r"(col));  // what follows from it is made anew: kept for each vector, it would spill
-          if (fused.dropout.philox) dropout.apply(grad, slice.first_col + col);
-          if (fused.activation != Activation::kNone) {
-            acc_t norm[kVec];
-            unpack(x_of[0], norm);
+      if constexpr (kHasAfter<Fused>) {
+        // Where something came after the norm the sums are x_hat's; `keep` is given the norm's gradient, rounded, in
+        // the place of y's
+        with_after(fused, [&](auto which, auto drops) {
+          constexpr bool kDrops = decltype(drops)::value;
+          [[maybe_unused]] const auto dropout = [&] {
+            if constexpr (kDrops)
+              return RowDropout<acc_t>(fused.dropout, row);
+            else
+              return NotFused{};
+          }();
+          constexpr int kStrands = kVecs == 2 && !kDrops ? 2 : 1;
+          Pair<acc_t> strands[kStrands] = {};
+          constexpr bool kActivates = !std::is_same<decltype(which), Which<Activation::kNone>>::value;
+          const auto add_vec = [&](int v, auto whole) {
+            acc_t x[kVec], grad[kVec];
+            RawVec<scalar_t, kVec> x_of[1] = {x_vec(v, whole)};
+            unpack(grad_vec(v, whole), grad);
+            if constexpr (kDrops) {
+              int col = column_of(v);
+              asm volatile("" : "+r"(col));  // what follows from it is made anew: kept for each vector, it would spill
+              dropout.apply(grad, slice.first_col + col);
+            }
+            unpack(x_of[0], x);
+            Pair<acc_t>& strand = strands[v % kStrands];
+            if constexpr (kActivates) {
+              acc_t norm[kVec];
+              const auto normalize = [&] {
 #pragma unroll
-            for (int i = 0; i < kVec; ++i)
-              norm[i] = fma(mul(stats.centered(norm[i]), stats.rstd), weight[v][i], bias[v][i]);
-            activate_backward<sizeof(x_t) == 2>(grad, norm, fused.activation);
-            forget(x_of);
+                for (int i = 0; i < kVec; ++i) x[i] = mul(stats.centered(x[i]), stats.rstd);
+              };
+              normalize();
+#pragma unroll
+              for (int i = 0; i < kVec; ++i) norm[i] = fma(x[i], weight[v][i], bias[v][i]);
+              activate_backward<sizeof(x_t) == 2>(grad, norm, which);
+              if constexpr (kDrops) {  // kept meanwhile, it would spill
+                forget(x_of);
+                unpack(x_of[0], x);
+                normalize();
+              }
+              add_from_x_hat(strand, grad_weight[v], grad_bias[v], x, grad, weight[v]);
+            } else {
+              add_to_row(strand, stats, x, grad, weight[v]);
+              add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+            }
+            keep(v, pack<x_t>(grad));
+          };
+          // Random numbers of several vectors at once are worth more than what is left out
+          if constexpr (kDrops)
+            for_all(add_vec);
+          else
+            for_each(add_vec);
+          sums = strands[0];
+          if constexpr (kStrands > 1) sums = {add(sums.first, strands[1].first), add(sums.second, strands[1].second)};
+          if constexpr (!kActivates) sums.first = mul(sums.first, stats.rstd);
+        });
+      } else {
+        for_each([&](int v, auto whole) {
+          acc_t x[kVec], grad[kVec];
+          unpack(grad_vec(v, whole), grad);
+          unpack(x_vec(v, whole), x);
+          if constexpr (kIsFromY<Fused>) {
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) x[i] = sub(x[i], bias[v][i]);
+            add_from_y(sums, grad_weight[v], grad_bias[v], x, grad, weight[v]);
+          } else {
+            add_to_row(sums, stats, x, grad, weight[v]);
+            add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
           }
-          const RawVec<x_t, kVec> rounded = pack<x_t>(grad);
-          keep(v, rounded);
-          unpack(rounded, grad);
-        }
-        unpack(x_of[0], x);
-        if constexpr (kIsFromY<Fused>) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) x[i] = sub(x[i], bias[v][i]);
-          add_from_y(sums, grad_weight[v], grad_bias[v], x, grad, weight[v]);
-        } else {
-          add_to_row(sums, stats, x, grad, weight[v]);
-          add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
-        }
-      });
+        });
+      }
       return sums;
     };
     const auto store = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, Pair<acc_t> sums, auto x_vec,
                            auto grad_vec, [[maybe_unused]] auto skip_vec, [[maybe_unused]] auto gated_vec) {
       const auto of_sums = [&] {
-        if constexpr (kIsFromY<Fused>)
+        if constexpr (kIsFromY<Fused> || kHasAfter<Fused>)
           return UnitStats<acc_t>{1};
         else
           return stats;
       }();
-      const Pair<acc_t> row_terms = slope_and_level(sums, of_sums, params, inverse_n);
+      Pair<acc_t> row_terms = slope_and_level(sums, of_sums, params, inverse_n);
+      if constexpr (kHasAfter<Fused>) row_terms.first = mul(row_terms.first, stats.rstd);  // x comes without it below
       [[maybe_unused]] const auto dropout = [&] {
         if constexpr (kAdds<Fused> && !kHasGate<Fused>)
           return RowDropout<acc_t>(fused.dropout, row);
@@ -669,25 +755,32 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
               grad_input[held.index(v) * kThreads * kVec + i] = narrow<scalar_t>(values[i]);
         }
       });
-      grad_input += slice.row_step * params.hidden_size;
-      if constexpr (kAdds<Fused>) grad_residual += slice.row_step * params.hidden_size;
+      // At most what all blocks hold: 32 bits
+      const unsigned step = static_cast<unsigned>(slice.row_step) * static_cast<unsigned>(params.hidden_size);
+      grad_input += step;
+      if constexpr (kAdds<Fused>) grad_residual += step;
     };
 
     if constexpr (!Plan::kOneBehind) {
       // Load, sums, store: the row stays in registers
 #pragma unroll 1
-      for (int turn = 0; row < rows; row += slice.row_step, turn ^= 1) {
+      for (; row < rows; row += slice.row_step) {
         ring.wait_full();
         RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<Fused> ? kVecs : 1] = {};
         RawVec<x_t, kVec> grad_raw[kVecs], gated_raw[kHasGate<Fused> ? kVecs : 1] = {};
         const auto entry = ring.entry(params, ring.stage, row, group);
         const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
-        for_each([&](int v, auto whole) {
+        const auto read_vec = [&](int v, auto whole) {
           x_raw[v] = read(entry.x, v, whole);
           grad_raw[v] = read_grad(entry.grad, v, whole);
           if constexpr (kAdds<Fused>) skip_raw[v] = read_skip(entry.residual, v, whole);
           if constexpr (kHasGate<Fused>) gated_raw[v] = read_gated(entry.gated, v, whole);
-        });
+        };
+        if constexpr (kMayEnd) {  // read or not, it may be used
+          x_raw[kVecs - 1] = zero_vec<scalar_t, kVec>();
+          grad_raw[kVecs - 1] = zero_vec<x_t, kVec>();
+        }
+        for_each(read_vec);
         ring.release(params, fused, slice.first_col, ring.stage, row + depth * slice.row_step, group, rank,
                      lanes_at_work(row));
         ring.next_stage();
@@ -695,7 +788,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             add_up(
                 stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
                 [&](int v, const RawVec<x_t, kVec>& rounded) { grad_raw[v] = rounded; }),
-            scratch[turn]);
+            scratch[ring.stage]);  // alternates, as calls that follow each other must
         forget(x_raw);
         forget(grad_raw);
         store(
@@ -705,12 +798,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       }
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
-      // its stage again. Nothing of it stays in registers, so that a thread can hold more columns; but for the norm's
-      // gradient where something came after: put back into the stage, it would have to be fenced from the copy engine
-      // in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for 209).
-      int turn = 0;
-      constexpr int kKept = kHasAfter<Fused> ? kVecs : 1;
-      [[maybe_unused]] RawVec<x_t, kVec> kept[kKept], made[kKept];
+      // its stage again. Nothing of it stays in registers, so that a thread can hold more columns. Where something came
+      // after, the norm's gradient has a place of its own: put back into the stage, it would have to be fenced from the
+      // copy engine in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for 209).
+      unsigned turn = 0;
       const auto finish = [&] {
         const int behind = ring.stage == 0 ? depth - 1 : ring.stage - 1;
         const auto entry = ring.entry(params, behind, row - slice.row_step, group);
@@ -719,7 +810,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
             [&](int v, auto whole) {
               if constexpr (kHasAfter<Fused>)
-                return kept[v];
+                return kept[(turn - 1) % 2][v][threadIdx.x];
               else
                 return read_grad(entry.grad, v, whole);
             },
@@ -736,11 +827,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
                                  ring.stats(params, entry, ring.stage, row, group), row,
                                  [&](int v, auto whole) { return read(entry.x, v, whole); },
                                  [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
-                                 [&](int v, const RawVec<x_t, kVec>& rounded) { made[v] = rounded; }));
+                                 [&](int v, const RawVec<x_t, kVec>& rounded) {
+                                   if constexpr (kHasAfter<Fused>) kept[turn % 2][v][threadIdx.x] = rounded;
+                                 }));
         if (turn > 0) finish();
-        if constexpr (kHasAfter<Fused>)
-#pragma unroll
-          for (int v = 0; v < kVecs; ++v) kept[v] = made[v];
         ring.next_stage();
       }
       if (turn > 0) finish();
@@ -759,14 +849,13 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   }
   if (!params.grad_weight && !params.grad_bias && !params.grad_gate) return;
 
-  // The rows of this block, or cluster, become one partial sum, [kSums] of hidden_size each: over the
-  // rows of a warp by exchange, then row after row through the ring's memory
-  constexpr int kColumns = kThreads * kVecs * kVec;
+  // The rows of this block, or cluster, become one partial sum, [kSums] of hidden_size each: those of a warp by
+  // exchange, then by what each leaves in the ring's memory, which all threads add up at once. Row after row, and by
+  // elements that neighbouring threads have 32 bytes apart, it took 5 to 9 us (H200, bf16: 2048 x 1024 18.6 us
+  // became 11.6, 4096 x 8192 69 61, 32768 x 4096 208 202).
+  constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written at once
   constexpr int kAdders = kRows * Row::kLanes / 32 > 0 ? kRows * Row::kLanes / 32 : 1;
-  acc_t* merged = reinterpret_cast<acc_t*>(ring_memory);
-  acc_t* partial = static_cast<acc_t*>(params.workspace) +
-                   static_cast<int64_t>(blockIdx.x / slice.blocks) * kSums * params.hidden_size + slice.first_col;
-  const int adder = kThreads < 32 ? threadIdx.x / 32 : group;
+  static_assert(kAdders * kElements * kThreads * sizeof(acc_t) <= 2 * Ring::kStageBytes, "the shallowest ring");
   if (kThreads < 32 && threadIdx.x < kThreads * kRows) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
@@ -778,30 +867,51 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
           for (int sum = 0; sum < kSums; ++sum)
             column_sums[sum][v][i] += __shfl_xor_sync(0xffffffffu, column_sums[sum][v][i], offset);
   }
+  const int adder = kThreads < 32 ? threadIdx.x / 32 : group;
   const bool adds = threadIdx.x < kThreads * kRows && (kThreads >= 32 || threadIdx.x % 32 < kThreads);
-  for (int turn = 0; turn < kAdders; ++turn) {
-    if (adds && turn == adder) {
+  acc_t* partial = static_cast<acc_t*>(params.workspace) +
+                   static_cast<int64_t>(blockIdx.x / slice.blocks) * kSums * params.hidden_size + slice.first_col;
+  const auto write = [&](int element, const acc_t(&values)[kUnit]) {
+    const int v = element / kVec % kVecs, first = element % kVec, count = elements_of(v) - first;
+    acc_t* target = partial + element / (kVecs * kVec) * params.hidden_size + column_of(v) + first;
+    if constexpr (kAligned) {
+      if (count > 0) store_vec(target, values);
+    } else {
 #pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
-        const int col = column_of(v);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          if (i >= elements_of(v)) continue;
-#pragma unroll
-          for (int sum = 0; sum < kSums; ++sum) {
-            acc_t& value = column_sums[sum][v][i];
-            if (turn > 0) value += merged[sum * kColumns + col + i];
-            if (turn < kAdders - 1) {
-              merged[sum * kColumns + col + i] = value;
-            } else {
-              partial[sum * params.hidden_size + col + i] = value;
-            }
-          }
-        }
-      }
+      for (int i = 0; i < kUnit; ++i)
+        if (i < count) target[i] = values[i];
     }
-    if (turn < kAdders - 1) __syncthreads();
-    if (kForRacecheck) __syncthreads();
+  };
+  const auto sum_of = [&](int element) -> acc_t& {
+    return column_sums[element / (kVecs * kVec)][element / kVec % kVecs][element % kVec];
+  };
+  if constexpr (kAdders == 1) {
+    if (!adds) return;
+#pragma unroll
+    for (int element = 0; element < kElements; element += kUnit) {
+      acc_t values[kUnit];
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = sum_of(element + i);
+      write(element, values);
+    }
+  } else {
+    acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + rank;  // neighbouring threads' elements lie side by side
+    if (adds) {
+#pragma unroll
+      for (int element = 0; element < kElements; ++element)
+        left[(adder * kElements + element) * kThreads] = sum_of(element);
+    }
+    __syncthreads();
+    if (!adds) return;
+#pragma unroll 1
+    for (int element = adder * kUnit; element < kElements; element += kAdders * kUnit) {
+      acc_t total[kUnit] = {};
+#pragma unroll
+      for (int row = 0; row < kAdders; ++row)
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) total[i] += left[(row * kElements + element + i) * kThreads];
+      write(element, total);
+    }
   }
 }
 

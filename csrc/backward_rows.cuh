@@ -29,6 +29,7 @@ __device__ __forceinline__ SavedStats<T> load_stats(const NormBackwardParams& pa
 // The same as it is used.
 template <typename scalar_t, typename T = acc_type<scalar_t>>
 struct RowStats : SavedStats<T> {
+  __device__ explicit RowStats(SavedStats<T> saved) : SavedStats<T>(saved) {}
   // A row of one element does not spread: with rstd = 0 grad_input is 0 whatever the rounding of the sums.
   __device__ RowStats(SavedStats<T> saved, const NormBackwardParams& params) : SavedStats<T>(saved) {
     if (params.mean && params.hidden_size == 1) this->rstd = 0;
@@ -80,6 +81,20 @@ __device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     grad_weight[i] = fma(mul(grad[i], stats.centered(x[i])), stats.rstd, grad_weight[i]);
+    grad_bias[i] += grad[i];
+  }
+}
+
+// Both from x_hat; the sums along the row are then (sum(x_hat*wdy), sum(wdy)).
+template <int kVec, typename T>
+__device__ __forceinline__ void add_from_x_hat(Pair<T>& sums, T (&grad_weight)[kVec], T (&grad_bias)[kVec],
+                                               const T (&x_hat)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const T weighted = mul(grad[i], weight[i]);
+    sums.first = fma(weighted, x_hat[i], sums.first);
+    sums.second = add(sums.second, weighted);
+    grad_weight[i] = fma(grad[i], x_hat[i], grad_weight[i]);
     grad_bias[i] += grad[i];
   }
 }

@@ -195,7 +195,7 @@ struct AfterRow {
 
   template <int kVec>
   __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
-    if (activation != Activation::kNone) activate<kQuick>(values, activation);
+    with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
     if (drops) dropout.apply(values, col);
   }
 };

@@ -82,7 +82,11 @@ struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
 
-// With an add stage: the plans above for rows of 256 elements or more, one block a row.
+// With an add stage: the plans above for rows of 256 elements or more, one block a row. H200, bf16, x of 256 MiB, N =
+// 1024, 2048, 4096, 8192: 263 262 265 266 us (two copies of x 262). What did not help: two vectors a thread and all of
+// an SM's threads 262 261 265 266; eight 267 267 267 266; 512 to 1024 threads an SM, z written with y, no slices by
+// warps (269 268 at 4096 and 8192); loads that are the first to leave the caches 285 291 297 306, that pass L1 by 274
+// to 281, of 256 bytes into L2 265 264 268 269; stores the first to leave 264 262 269 268.
 template <typename scalar_t>
 struct AddLadder {
   using type = Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
@@ -106,6 +110,13 @@ struct AddLadder<float> {
 //   N = 4096  141 154 148 174; 136 148 146 159
 //   N = 8192  146 158 154 174; 135 147 146 156
 // (gelu with two terms of its polynomial fewer than it has.) Those of float32 were taken over, and not timed.
+//
+// Of gelu's samples at 4096 25% are of warps that wait for instructions: the code of all vectors does not fit their
+// cache. What did not help: a loop over vectors that lie in shared memory, of which each activation has its own; nobody
+// waits then, but 8% more instructions run: 1024 151 / 144 / 165 (gelu, silu, dropout of y) became 160 to 170 / 146 /
+// 168 to 189, 4096 157 / 149 / 161 155 to 161 / 142 / 163 to 174. The same with 16 vectors a thread, copied there
+// without registers: 28 instructions an element, as now, but weights come from L2, as shared memory takes L1's place:
+// 174 / 154 / 174.
 template <typename scalar_t>
 struct AfterLadder {
   using type =
@@ -323,12 +334,16 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
-// With an add stage: the plans above of the fused strategy for rows of 256 elements or more, of up to 7 rows a block.
+// With an add stage, for rows of 256 elements or more: a fourth and a fifth tensor are work, so more warps, with fewer
+// columns a thread, from 2048 columns on. H200, bf16, x of 256 MiB, us, without dropout / with: by the plans above 2048
+// 262 / 350, 3072 269 / 362, 4096 264 / 354, 8192 274 / 353, 4096 rows of 8192 86 / 107; by 128 x 2 R3 259 / 359, 265 /
+// 340, 262 / 350, 264 / 338, 82 / 99; by 128 x 2 R2 261 / 337, 294 / 378, 266 / 338, 274 / 352, 83 / 99. Shorter rows
+// gain nothing: 1024 64 x 2 R6 259 / 360, R7 265 / 367; 1152 64 x 3 R4 267 / 349, R5 263 / 350; 1536 264 / 361, 266 /
+// 366. Code of its own where nothing is dropped: 1152 3% less with dropout, 2048 3% more.
 template <typename scalar_t>
 struct AddGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
-                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
-                      BackwardPlan<64, 4, 8, 3, 1, 2>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
+                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>>;
 };
 template <>
@@ -338,16 +353,44 @@ struct AddGradLadder<float> {
                       BackwardPlan<256, 4, 4, 1, 1, 16>>;
 };
 
+// From y in the place of x: the plans above of the fused strategy, of up to 7 rows a block. By those of an add stage
+// 1024 columns took 218 us (201), 3072 231 (211), 8192 213 (208).
+template <typename scalar_t>
+struct FromYLadder {
+  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
+                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
+                      BackwardPlan<64, 4, 8, 3, 1, 2>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
+                      BackwardPlan<128, 4, 8, 2, 1, 16>>;
+};
+template <>
+struct FromYLadder<float> : AddGradLadder<float> {};
+
 // With an activation or dropout after the norm, whose gradient is work: more warps, and so fewer columns a thread.
 // H200, bf16, x of 256 MiB, us, relu / gelu / silu / dropout of y, that with 10 rounds of Philox (plain 205): N = 1024
 // 64 x 2 R7 202 / 270 / 249 / 249, R6 205 / 273 / 260 / 245, 128 x 1 R5 215 / 272 / 250 / 258, 64 x 2 R3 B2 221 / 308 /
 // 283 / 285; 2048 128 x 2 R3 205 / 274 / 262 / 252, 64 x 2 R7 C2 239 / 310 / 281 / 283, 256 x 1 R2 235 / 299 / 284 /
 // 294; 4096 128 x 2 R3 C2 246 / 312 / 291 / 281, 64 x 2 R7 C4 261 / 342 / 305 / 311, 256 x 2 R1 267 / 341 / 319 / 315,
-// by the plan of AddGradLadder 318 / 436 / 407 / 372; 8192 128 x 2 R3 C4 270 / 340 / 313 / 307, 64 x 2 R7 C8 261 / 341
-// / 306 / 310. With bias loaded from the cache for each row, 4096 by AddGradLadder: 449 / 560 / 518 / 384.
+// 64 x 4 R3 C2 318 / 436 / 407 / 372; 8192 128 x 2 R3 C4 270 / 340 / 313 / 307, 64 x 2 R7 C8 261 / 341
+// / 306 / 310. With bias loaded from the cache for each row, 4096 by 64 x 4 R3 C2: 449 / 560 / 518 / 384.
 // Later, by 128 x 2 R3, 64 x 3 R4 and R5: 1152 372 / 470 / 438 / 399, 332 / 443 / 405 / 340, 322 / 431 / 386 / 348;
 // 1280 337 / 427 / 396 / 353, 300 / 401 / 367 / 308, 291 / 388 / 349 / 316; 1536 gelu 358, 342, 331, dropout 306, 266,
 // 271.
+//
+// Counted by ncu, gelu at 4096 took 55 instructions an element (plain 23), of which the derivative needs 15: 12 were a
+// row's own, for 16 elements a thread, and x was widened and centered three times. With code of its own for each
+// activation, sums of x_hat and of the gradient before it is rounded, shared addresses that are kept and no vector that
+// a warp does not have it takes 45, and gelu / silu / dropout of y instead of 271 / 248 / 229 (1024), 420 / 383 / 343
+// (1152), 323 / 296 / 266 (1536), 309 / 288 / 276 (4096), 332 / 315 / 296 (8192) 256 / 233 / 233, 348 / 312 / 307, 269
+// / 241 / 243, 274 / 248 / 252, 304 / 276 / 285. Leaving vectors out cost dropout 7% where the others gained up to 10%,
+// as random numbers of two vectors at once hide each other's latency; two strands of sums, which help activations, cost
+// it 4% at 1024; rounding first cost it 5 to 8%.
+//
+// fp32, relu / gelu / silu / dropout of y (plain 197 to 205): 256 32 x 2 R14 203 / 207 / 205 / 206, R9 B2 210 / 210 /
+// 211 / 213, R7 B3 (which spilled) 219 / 222 / 231 / 228; 512 64 x 2 R6 200 / 210 / 200 / 201, R8 205 / 201 / 202 /
+// 205; 1024 128 x 2 R4 200 / 199 / 200 / 203, 64 x 4 R4 201 / 220 / 202 / 202; 1152 128 x 3 R3 198 / 253 / 200 / 217,
+// 64 x 5 R4 211 / 233 / 215 / 215, 128 x 4 R2 216 / 323 / 240 / 287; 1536 128 x 3 R3 207 / 200 / 212 / 216, 64 x 5 R4
+// 200 / 247 / 202 / 224; 2048 256 x 2 R2 199 / 207 / 198 / 199, 128 x 4 R2 198 / 215 / 198 / 200; 4096 128 x 4 R2 C2
+// 205 / 228 / 207 / 207, 128 x 2 R3 C4 219 / 268 / 227 / 238.
 template <typename scalar_t>
 struct AfterGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 7, 1>,
@@ -355,8 +398,8 @@ struct AfterGradLadder {
 };
 template <>
 struct AfterGradLadder<float> {
-  using type = Ladder<BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>,
+                      BackwardPlan<128, 3, 4, 3, 1>, BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
 // With a gate, whose gradient is a third sum along the columns. H200, bf16, x of 256 MiB, 8 segments, us (the plain
@@ -413,8 +456,8 @@ template <template <typename> class LadderOf>
 constexpr bool kClustersAreShared =
     clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
 static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
-              kClustersAreShared<AddGradLadder> && kClustersAreShared<AfterGradLadder> &&
-              kClustersAreShared<GateGradLadder>);
+              kClustersAreShared<AddGradLadder> && kClustersAreShared<FromYLadder> &&
+              kClustersAreShared<AfterGradLadder> && kClustersAreShared<GateGradLadder>);
 
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;

@@ -33,9 +33,11 @@ cudaError_t dispatch_stage(const NormBackwardParams& params, DType x, F&& f) {
     if constexpr (kNeedsBias<Stage<x_t>> && !std::is_same<x_t, scalar_t>::value) {
       return cudaErrorNotSupported;
     } else {
+      if (kNeedsBias<Stage<x_t>> && params.segments > 1) return cudaErrorNotSupported;
       using LadderOf = std::conditional_t<
           kHasAfter<Stage<x_t>>, AfterGradLadder<scalar_t>,
-          std::conditional_t<kHasGate<Stage<x_t>>, GateGradLadder<scalar_t>, AddGradLadder<scalar_t>>>;
+          std::conditional_t<kHasGate<Stage<x_t>>, GateGradLadder<scalar_t>,
+                             std::conditional_t<kIsFromY<Stage<x_t>>, FromYLadder<scalar_t>, AddGradLadder<scalar_t>>>>;
       return dispatch_plan<LadderOf>(params.hidden_size, facts.max_cluster, [&](auto plan) {
         using Plan = decltype(plan);
         const int64_t vec_count = params.hidden_size / Plan::kVec;

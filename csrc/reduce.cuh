@@ -173,29 +173,41 @@ __device__ __forceinline__ void push_to_peer(T* slot, int peer, const T& value) 
 #endif
 }
 
-// The same for 8 or 16 bytes that the barrier `barrier` there counts as they arrive.
-template <typename T>
-__device__ __forceinline__ void send_to_peer(T* slot, unsigned barrier, int peer, const T& value) {
-  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one message");
+// Where a shared address of this block lies in block `peer`.
+__device__ __forceinline__ unsigned address_in_peer(unsigned address, int peer) {
+  unsigned remote = address;
 #if __CUDA_ARCH__ >= 900
-  unsigned words[sizeof(T) / 4], remote, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(peer));
+#endif
+  return remote;
+}
+// The same for 4, 8 or 16 bytes that the barrier `barrier` there counts as they arrive; both are addresses in the peer.
+template <typename T>
+__device__ __forceinline__ void send_to(unsigned slot, unsigned barrier, const T& value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "one message");
+#if __CUDA_ARCH__ >= 900
+  unsigned words[sizeof(T) / 4];
   memcpy(words, &value, sizeof(T));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote)
-      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(slot))), "r"(peer));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(peer));
-  if constexpr (sizeof(T) == 8) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(remote),
-        "r"(words[0]), "r"(words[1]), "r"(remote_barrier)
-        : "memory");
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(slot),
+                 "r"(words[0]), "r"(barrier)
+                 : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(slot),
+                 "r"(words[0]), "r"(words[1]), "r"(barrier)
+                 : "memory");
   } else {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
-        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(remote_barrier)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(slot),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier)
         : "memory");
   }
 #endif
+}
+template <typename T>
+__device__ __forceinline__ void send_to_peer(T* slot, unsigned barrier, int peer, const T& value) {
+  send_to(address_in_peer(static_cast<unsigned>(__cvta_generic_to_shared(slot)), peer), address_in_peer(barrier, peer),
+          value);
 }
 
 }  // namespace fused_layernorm
