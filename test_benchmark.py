@@ -244,20 +244,26 @@ def quack(cell):
     return LayerNorm.apply
 
 
-@provider
-@on_gpu
-def flash_attn(cell):
+def flash_attn_module(hidden_size):
+    """flash-attention's Triton norms, which tune themselves at the next call."""
     import triton.testing
     from flash_attn.ops.triton import layer_norm as module
 
-    if cell.hidden_size * DTYPES[cell.dtype].itemsize > 65536:
-        raise Unavailable("rows up to 64 KB only")
     for kernel in (module._layer_norm_fwd_1pass_kernel, module._layer_norm_bwd_kernel):
         # It tunes once a hidden size, whatever the rows: what suits a small cell would then serve a large one. Left out
         # are configurations of over 64 elements a thread, which only spill and take up to minutes to compile.
         kernel.cache.clear()
-        kernel.configs = [c for c in module.triton_autotune_configs() if cell.hidden_size <= 2048 * c.num_warps]
+        kernel.configs = [c for c in module.triton_autotune_configs() if hidden_size <= 2048 * c.num_warps]
         kernel.do_bench = functools.partial(triton.testing.do_bench, warmup=AUTOTUNE_MS / 5, rep=AUTOTUNE_MS)
+    return module
+
+
+@provider
+@on_gpu
+def flash_attn(cell):
+    if cell.hidden_size * DTYPES[cell.dtype].itemsize > 65536:
+        raise Unavailable("rows up to 64 KB only")
+    module = flash_attn_module(cell.hidden_size)
     norm, eps = {"layer_norm": module.layer_norm_fn, "rms_norm": module.rms_norm_fn}[cell.norm], EPS[cell.norm]
     if cell.residual_dtype:
         return lambda x, weight, bias, residual: norm(x, weight, bias, residual=residual, eps=eps, prenorm=True)

@@ -1,4 +1,5 @@
-"""What is fused around a norm, against the same in PyTorch operations and in torch.compile's, in one run on a GPU:
+"""What is fused around a norm, against the same in PyTorch operations, in torch.compile's, and in flash-attention's
+Triton norm where that is installed and has it, in one run on a GPU:
 `python benchmarks/fusions.py [FOLDER] [--hidden 1024 4096 8192] [--dtype bf16] [--compiled 4096]`.
 
 x has 256 MiB. GPU time of CUDA graphs, forward without gradients, and backward of everything that has a gradient.
@@ -7,6 +8,7 @@ PASSES says). Writes fusions_*.json into FOLDER (default: benchmarks/output) and
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fused_layernorm as fln  # noqa: E402
-from test_benchmark import DTYPES, environment  # noqa: E402
+from test_benchmark import DTYPES, environment, flash_attn_module, version_of  # noqa: E402
 
 SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
 EPS = 1e-6
@@ -110,6 +112,24 @@ FUSIONS = {
 }  # fmt: skip
 
 
+# Of which flash-attention has the same: (its function, dropout_p)
+FLASH_ATTN = {
+    "add_layer_norm": ("layer_norm_fn", 0.0),
+    "add_rms_norm": ("rms_norm_fn", 0.0),
+    "add_layer_norm, dropout 0.1 of x": ("layer_norm_fn", 0.1),
+}
+
+
+def flash_attn(name, hidden_size):
+    if name not in FLASH_ATTN or not importlib.util.find_spec("flash_attn"):
+        return None
+    function, p = FLASH_ATTN[name]
+    norm = getattr(flash_attn_module(hidden_size), function)
+    return lambda x, residual, weight, bias=None: norm(
+        x, weight, bias, residual=residual, eps=EPS, dropout_p=p, prenorm=True
+    )
+
+
 class Timer:
     def __init__(self, launches=10, rounds=9):
         self.launches, self.rounds = launches, rounds
@@ -180,7 +200,7 @@ def main():
             for name, (ours, theirs, names, moved) in FUSIONS.items():
                 if args.only not in name:
                     continue
-                providers = {"fused": ours, "torch": theirs}
+                providers = {"fused": ours, "torch": theirs, "flash_attn": flash_attn(name, hidden_size)}
                 if theirs and hidden_size in args.compiled:
                     torch.compiler.reset()
                     providers["compile"] = torch.compile(theirs, dynamic=False)
@@ -199,13 +219,13 @@ def main():
                             "hidden_size": hidden_size, "provider": provider, "us": round(us, 2),
                             "fraction": round(must / us / copy, 4),
                         })  # fmt: skip
-                line = {p: [r for r in found[-6:] if r["provider"] == p and r["fusion"] == name] for p in providers}
+                line = {p: [r for r in found[-8:] if r["provider"] == p and r["fusion"] == name] for p in providers}
                 print(f"{dtype} {hidden_size:6} {name:36}", *(
                     f"{p} {r[0]['us']:7.1f} ({r[0]['fraction']:.2f}) {r[1]['us']:7.1f} ({r[1]['fraction']:.2f})"
                     for p, r in line.items() if r), flush=True)  # fmt: skip
             del inputs
     args.folder.mkdir(parents=True, exist_ok=True)
-    meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES}
+    meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES, "flash_attn": version_of("flash-attn")}
     path = args.folder / f"fusions_{time.strftime('%Y%m%d_%H%M%S')}.json"
     path.write_text(json.dumps({"meta": meta, "results": found}, indent=1) + "\n")
     print(f"wrote {path}, {time.monotonic() - started:.0f} s")
