@@ -225,7 +225,8 @@ def main():
                     for p, r in line.items() if r), flush=True)  # fmt: skip
             del inputs
     args.folder.mkdir(parents=True, exist_ok=True)
-    meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES, "flash_attn": version_of("flash-attn")}
+    meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES}
+    meta["flash_attn"] = version_of("flash-attn")
     path = args.folder / f"fusions_{time.strftime('%Y%m%d_%H%M%S')}.json"
     path.write_text(json.dumps({"meta": meta, "results": found}, indent=1) + "\n")
     print(f"wrote {path}, {time.monotonic() - started:.0f} s")
