@@ -324,10 +324,10 @@ def run_tool(tool, shard, until, folder, card, only=None):
     )
     told = log.read_text() if log.exists() else ""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", told)
-    made = re.search(r"calls: (\d+) of (\d+)", done.stdout)
+    made, of = (re.search(rf"^{word}: (\d+)", done.stdout, re.MULTILINE) for word in ("made", "of"))
     return {
         "made": int(made[1]) if made else None,
-        "of": int(made[2]) if made else None,
+        "of": int(of[1]) if of else None,
         "summary": summary[-1] if summary else None,
         "clean": done.returncode == 0 and bool(made) and bool(summary),
         "exit_status": done.returncode,
@@ -364,7 +364,8 @@ def main():
             calls = [calls[int(number)] for number in args.only.split(",")]
         first, of = map(int, args.shard.split("/"))
         calls = calls[first::of]
-        print(f"calls: {make_calls(calls, args.until)} of {len(calls)}", flush=True)
+        print("of:", len(calls), flush=True)  # before them: known also of a process that is killed
+        print("made:", make_calls(calls, args.until), flush=True)
         # Not the way out of Python, where one process of 14 was aborted ("terminate called without an active
         # exception") after all its calls
         os._exit(0)
