@@ -38,11 +38,10 @@ struct Slice {
     Slice slice;
     slice.blocks = Plan::kClusters ? cluster_size() : 1;
     slice.rank = Plan::kClusters ? cluster_rank() : 0;
-    const int hidden_size = static_cast<int>(params.hidden_size);
-    const int vecs = static_cast<int>(vecs_of<Plan::kVec>(hidden_size));
-    const int most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
+    const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
+    const int64_t most = (vecs + slice.blocks * kSet - 1) / (slice.blocks * kSet) * (kSet * Plan::kVec);
     slice.first_col = slice.rank * most;
-    slice.elements = max(min(most, hidden_size - slice.rank * most), 0);
+    slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
     const int cluster = static_cast<int>(blockIdx.x) / slice.blocks;
     const int clusters = static_cast<int>(gridDim.x) / slice.blocks;
     slice.first_row = cluster * Plan::kRows;
@@ -902,6 +901,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         left[(adder * kElements + element) * kThreads] = sum_of(element);
     }
     __syncthreads();
+    if (kForRacecheck) __syncthreads();
     if (!adds) return;
 #pragma unroll 1
     for (int element = adder * kUnit; element < kElements; element += kAdders * kUnit) {

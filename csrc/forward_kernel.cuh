@@ -195,7 +195,8 @@ struct AfterRow {
 
   template <int kVec>
   __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
-    with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
+    if (activation != Activation::kNone)
+      with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
     if (drops) dropout.apply(values, col);
   }
 };
