@@ -84,7 +84,7 @@ struct ForwardLadder<double> {
 
 // With an add stage: the plans above for rows of 256 elements or more, one block a row. H200, bf16, x of 256 MiB, N =
 // 1024, 2048, 4096, 8192: 263 262 265 266 us (two copies of x 262). What did not help: two vectors a thread and all of
-// an SM's threads 262 261 265 266; eight 267 267 267 266; 512 to 1024 threads an SM, z written with y, no slices by
+// an SM's threads 262 261 265 266; eight 267 267 267 266; 640 or 1024 threads an SM, z written with y, no slices by
 // warps (269 268 at 4096 and 8192); loads that are the first to leave the caches 285 291 297 306, that pass L1 by 274
 // to 281, of 256 bytes into L2 265 264 268 269; stores the first to leave 264 262 269 268.
 template <typename scalar_t>
