@@ -850,7 +850,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 
   // The rows of this block, or cluster, become one partial sum, [kSums] of hidden_size each: those of a warp by
   // exchange, then by what each leaves in the ring's memory, which all threads add up at once. Row after row, and by
-  // elements that neighbouring threads have 32 bytes apart, it took 5 to 9 us (H200, bf16: 2048 x 1024 18.6 us
+  // elements that neighbouring threads have 32 bytes apart, it took 4 to 12 us (H200, bf16: 2048 x 1024 18.6 us
   // became 11.6, 4096 x 8192 69 61, 32768 x 4096 208 202).
   constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written at once
   constexpr int kAdders = kRows * Row::kLanes / 32 > 0 ? kRows * Row::kLanes / 32 : 1;
