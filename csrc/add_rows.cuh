@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include "activation.cuh"
 #include "norm_params.h"
 #include "philox.h"
 #include "vector_io.cuh"
@@ -35,6 +36,22 @@ struct GateGrad : GateGradStage {};
 // What comes after the norm, forward and backward; x's type is the kernel's.
 template <typename x>
 struct After : AfterNorm {};
+
+// Backward, with what follows from it and is the same for all rows: what weight and bias are multiplied by, so that the
+// norm comes as slope() wants it; and what sums along the row, wdy and sums along the columns are then multiplied by.
+struct AfterGradStage : AfterNorm {
+  float norm_scale, sum_factor, wdy_factor, column_factor;
+
+  template <int kBits>
+  static AfterGradStage of(const AfterNorm& after, int64_t hidden_size) {
+    const float norm_scale = slope_scale<kBits>(after.activation);
+    const float column_factor = after.dropout.philox ? static_cast<float>(after.dropout.scale) : 1;
+    const float wdy_factor = column_factor / norm_scale;
+    return {after, norm_scale, -wdy_factor * inverse_of<float>(hidden_size), wdy_factor, column_factor};
+  }
+};
+template <typename x>
+struct AfterGrad : AfterGradStage {};
 
 // Backward: what is read as x is forward's y, from which x_hat is had; x's type is the kernel's.
 struct FromYStage {};
@@ -88,17 +105,23 @@ struct RowDropout {
         most_dropped(dropout.most_dropped),
         scale(static_cast<T>(dropout.scale)) {}
 
-  // keep * dropout_scale * value for the columns from `col` on, a multiple of kVec.
+  // keep * value for the columns from `col` on, a multiple of kVec.
   template <int kVec>
-  __device__ __forceinline__ void apply(T (&values)[kVec], int64_t col) const {
+  __device__ __forceinline__ void drop(T (&values)[kVec], int64_t col) const {
     static_assert(kVec == 4 || kVec == 8, "random numbers come by eights");
     const DropoutOctet numbers(seed, where, row, static_cast<uint32_t>(col / 8));
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       const bool is_kept = numbers.number(i % 4, kVec == 8 ? i >= 4 : col % 8 >= 4) > most_dropped;
-      const T scaled = mul(values[i], scale);
-      values[i] = is_kept ? scaled : T(0);
+      values[i] = is_kept ? values[i] : T(0);
     }
+  }
+  // keep * dropout_scale * value.
+  template <int kVec>
+  __device__ __forceinline__ void apply(T (&values)[kVec], int64_t col) const {
+    drop(values, col);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], scale);
   }
 };
 

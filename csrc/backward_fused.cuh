@@ -387,6 +387,35 @@ struct RowRing {
   }
 };
 
+// Behind the ring, where something came after the norm: wdy of two rows.
+template <typename scalar_t, typename Plan, typename Fused>
+constexpr int kKeptBytes =
+    kHasAfter<Fused> && Plan::kOneBehind
+        ? 2 * Plan::kThreads * Plan::kRows * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(acc_type<scalar_t>))
+        : 0;
+
+// Vectors of four-byte elements of `kCount` neighbouring threads, so that these read and write neighbouring 16 bytes;
+// `at` is where this thread's first lie.
+template <int kCount, int kVec>
+__device__ __forceinline__ void store_words(unsigned at, const float (&values)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; i += 4) {
+    uint4 word;
+    memcpy(&word, values + i, sizeof(word));
+    store_shared(at + i / 4 * kCount * 16, word);
+  }
+}
+template <typename T, int kVec, int kCount>
+__device__ __forceinline__ RawVec<T, kVec> load_words(unsigned at) {
+  RawVec<T, kVec> raw;
+#pragma unroll
+  for (int i = 0; i < kVec / 4; ++i) {
+    const uint4 word = load_shared(at + i * kCount * 16);
+    memcpy(reinterpret_cast<char*>(&raw) + i * sizeof(word), &word, sizeof(word));
+  }
+  return raw;
+}
+
 // The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that are not there.
 template <int kSums, typename T>
 __device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
@@ -409,7 +438,7 @@ template <typename Plan, typename T>
 struct SumExchange {
   using Row = RowThreads<Plan::kThreads, Plan::kRows>;
   static constexpr int kWarps = Plan::kThreads / 32, kRows = Plan::kRows, kSlots = 4;
-  static constexpr int kMostSums = Plan::kMaxCluster * kWarps;
+  static constexpr int kMostSums = round_up_to_power(Plan::kMaxCluster * kWarps);
   struct Slot {
     Pair<T> sums[kMostSums];
     uint64_t ready;
@@ -477,7 +506,7 @@ struct SumExchange {
   __device__ static constexpr unsigned ready_at() { return static_cast<unsigned>(offsetof(Slot, ready)); }
 };
 
-// Fused: NotFused, or an AddGrad, GateGrad, After or FromY, with which weight may also be fp32 whatever weight_t.
+// Fused: NotFused, or an AddGrad, GateGrad, AfterGrad or FromY, with which weight may also be fp32 whatever weight_t.
 template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     norm_backward_fused_kernel(const __grid_constant__ NormBackwardParams params, acc_type<scalar_t> inverse_n,
@@ -494,13 +523,14 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   // Sums of a row: within a warp, at once between the warps of a block, or one row behind
   __shared__ Pair<acc_t> scratch[Plan::kOneBehind ? 1 : Ring::kMaxDepth][kRows * Row::kWarps];
   __shared__ typename Exchange::Shared exchange_shared;
-  // The norm's gradients of two rows where something came after it, each thread's own
-  constexpr bool kKeeps = kHasAfter<Fused> && Plan::kOneBehind;
-  [[maybe_unused]] __shared__ RawVec<x_t, kVec> kept[kKeeps ? 2 : 1][kKeeps ? kVecs : 1][kKeeps ? kThreads * kRows : 1];
 
   // Which rows, and which slice of them
   const Slice slice = Slice::of<Plan, static_cast<int>(sizeof(scalar_t) / sizeof(x_t)), !kIsFromY<Fused>>(params);
-  const int rank = Row::rank(), group = Row::group();
+  // By what is seen to be the same for a whole warp: so exchanges between lanes need not make sure that all arrive, 15
+  // instructions a row. The others would spill
+  constexpr bool kByWarp = kThreads >= 32 && kRows > 1 && !kIsFromY<Fused>;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int rank = Row::rank(), group = kByWarp ? warp / Row::kWarps : Row::group();
   Ring ring(ring_memory, ring_barriers, slice, depth);
   Exchange exchange(exchange_shared, slice, min(group, kRows - 1));
   if (kForRacecheck) __syncthreads();
@@ -517,7 +547,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   constexpr int kSums = kHasGate<Fused> ? 3 : 2;
   acc_t column_sums[kSums][kVecs][kVec];
   auto &grad_weight = column_sums[0], &grad_bias = column_sums[1];
-  if (threadIdx.x >= kThreads * kRows) {
+  if (kByWarp ? warp >= kThreads * kRows / 32 : threadIdx.x >= kThreads * kRows) {
     ring.ask_for_all(params, fused, slice);
   } else {
     acc_t weight[kVecs][kVec];
@@ -538,6 +568,10 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         load(float{});
       } else {
         load(weight_t{});
+      }
+      if constexpr (kHasAfter<Fused>) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) weight[v][i] *= fused.norm_scale, bias[v][i] *= fused.norm_scale;
       }
 #pragma unroll
       for (int sum = 0; sum < kSums; ++sum)
@@ -625,8 +659,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
                             [[maybe_unused]] auto keep) {
       Pair<acc_t> sums{0, 0};
       if constexpr (kHasAfter<Fused>) {
-        // Where something came after the norm the sums are x_hat's; `keep` is given the norm's gradient, rounded, in
-        // the place of y's
+        // Where something came after the norm the sums are x_hat's; `keep` is given wdy, as far as it is worked out
         with_after(fused, [&](auto which, auto drops) {
           constexpr bool kDrops = decltype(drops)::value;
           [[maybe_unused]] const auto dropout = [&] {
@@ -635,7 +668,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             else
               return NotFused{};
           }();
-          constexpr int kStrands = kVecs == 2 && !kDrops ? 2 : 1;
+          constexpr int kStrands =
+              kVecs == 2 && !kDrops && (Plan::kOneBehind || !std::is_same<scalar_t, __half>::value) ? 2 : 1;
           Pair<acc_t> strands[kStrands] = {};
           constexpr bool kActivates = !std::is_same<decltype(which), Which<Activation::kNone>>::value;
           const auto add_vec = [&](int v, auto whole) {
@@ -645,31 +679,26 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             if constexpr (kDrops) {
               int col = column_of(v);
               asm volatile("" : "+r"(col));  // what follows from it is made anew: kept for each vector, it would spill
-              dropout.apply(grad, slice.first_col + col);
+              dropout.drop(grad, slice.first_col + col);
             }
-            unpack(x_of[0], x);
-            Pair<acc_t>& strand = strands[v % kStrands];
+            const auto normalize = [&] {
+              unpack(x_of[0], x);
+#pragma unroll
+              for (int i = 0; i < kVec; ++i) x[i] = mul(stats.centered(x[i]), stats.rstd);
+            };
+            normalize();
             if constexpr (kActivates) {
               acc_t norm[kVec];
-              const auto normalize = [&] {
-#pragma unroll
-                for (int i = 0; i < kVec; ++i) x[i] = mul(stats.centered(x[i]), stats.rstd);
-              };
-              normalize();
 #pragma unroll
               for (int i = 0; i < kVec; ++i) norm[i] = fma(x[i], weight[v][i], bias[v][i]);
-              activate_backward<sizeof(x_t) == 2>(grad, norm, which);
+              activate_backward<kSignificantBits<x_t>>(grad, norm, which);
               if constexpr (kDrops) {  // kept meanwhile, it would spill
                 forget(x_of);
-                unpack(x_of[0], x);
                 normalize();
               }
-              add_from_x_hat(strand, grad_weight[v], grad_bias[v], x, grad, weight[v]);
-            } else {
-              add_to_row(strand, stats, x, grad, weight[v]);
-              add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
             }
-            keep(v, pack<x_t>(grad));
+            add_from_x_hat(strands[v % kStrands], grad_weight[v], grad_bias[v], x, grad, weight[v]);
+            keep(v, grad);
           };
           // Random numbers of several vectors at once are worth more than what is left out
           if constexpr (kDrops)
@@ -678,7 +707,6 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             for_each(add_vec);
           sums = strands[0];
           if constexpr (kStrands > 1) sums = {add(sums.first, strands[1].first), add(sums.second, strands[1].second)};
-          if constexpr (!kActivates) sums.first = mul(sums.first, stats.rstd);
         });
       } else {
         for_each([&](int v, auto whole) {
@@ -699,14 +727,26 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     };
     const auto store = [&](const RowStats<scalar_t>& stats, [[maybe_unused]] int row, Pair<acc_t> sums, auto x_vec,
                            auto grad_vec, [[maybe_unused]] auto skip_vec, [[maybe_unused]] auto gated_vec) {
-      const auto of_sums = [&] {
-        if constexpr (kIsFromY<Fused> || kHasAfter<Fused>)
-          return UnitStats<acc_t>{1};
-        else
-          return stats;
+      // What x, or x - mean, is multiplied by, and what is added; with rstd where something came after the norm
+      const Pair<acc_t> row_terms = [&]() -> Pair<acc_t> {
+        if constexpr (kHasAfter<Fused>) {
+          if (!params.stats_grad) sums = {0, 0};
+          const acc_t slope = mul(mul(sums.first, fused.sum_factor), stats.rstd);
+          acc_t level = params.is_rms_norm ? acc_t(0) : mul(sums.second, fused.sum_factor);
+          if constexpr (RowStats<scalar_t>::kFoldsMean) level = fma(-stats.mean, slope, level);
+          return {mul(slope, stats.rstd), mul(level, stats.rstd)};
+        } else if constexpr (kIsFromY<Fused>) {
+          return slope_and_level(sums, UnitStats<acc_t>{1}, params, inverse_n);
+        } else {
+          return slope_and_level(sums, stats, params, inverse_n);
+        }
       }();
-      Pair<acc_t> row_terms = slope_and_level(sums, of_sums, params, inverse_n);
-      if constexpr (kHasAfter<Fused>) row_terms.first = mul(row_terms.first, stats.rstd);  // x comes without it below
+      [[maybe_unused]] const acc_t wdy_factor = [&] {
+        if constexpr (kHasAfter<Fused>)
+          return mul(stats.rstd, fused.wdy_factor);
+        else
+          return acc_t(1);
+      }();
       [[maybe_unused]] const auto dropout = [&] {
         if constexpr (kAdds<Fused> && !kHasGate<Fused>)
           return RowDropout<acc_t>(fused.dropout, row);
@@ -717,7 +757,11 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         acc_t x[kVec], grad[kVec], values[kVec];
         unpack(x_vec(v, whole), x);
         unpack(grad_vec(v, whole), grad);
-        if constexpr (kIsFromY<Fused>) {
+        if constexpr (kHasAfter<Fused>) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            values[i] = fma(grad[i], wdy_factor, fma(stats.uncentered(x[i]), row_terms.first, row_terms.second));
+        } else if constexpr (kIsFromY<Fused>) {
 #pragma unroll
           for (int i = 0; i < kVec; ++i) x[i] = mul(sub(x[i], bias[v][i]), quick_inverse(weight[v][i]));
           grad_input_of(values, UnitStats<acc_t>{stats.rstd}, row_terms, x, grad, weight[v]);
@@ -767,6 +811,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         ring.wait_full();
         RawVec<scalar_t, kVec> x_raw[kVecs], skip_raw[kAdds<Fused> ? kVecs : 1] = {};
         RawVec<x_t, kVec> grad_raw[kVecs], gated_raw[kHasGate<Fused> ? kVecs : 1] = {};
+        [[maybe_unused]] RawVec<acc_t, kVec> kept[kHasAfter<Fused> ? kVecs : 1];
         const auto entry = ring.entry(params, ring.stage, row, group);
         const RowStats<scalar_t> stats = ring.stats(params, entry, ring.stage, row, group);
         const auto read_vec = [&](int v, auto whole) {
@@ -786,21 +831,32 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
         const Pair<acc_t> sums = row_sum<Row>(
             add_up(
                 stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
-                [&](int v, const RawVec<x_t, kVec>& rounded) { grad_raw[v] = rounded; }),
+                [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasAfter<Fused> ? v : 0] = pack<acc_t>(wdy); }),
             scratch[ring.stage]);  // alternates, as calls that follow each other must
         forget(x_raw);
-        forget(grad_raw);
+        if constexpr (!kHasAfter<Fused>) forget(grad_raw);
         store(
-            stats, row, sums, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+            stats, row, sums, [&](int v, auto) { return x_raw[v]; },
+            [&](int v, auto) {
+              if constexpr (kHasAfter<Fused>)
+                return kept[v];
+              else
+                return grad_raw[v];
+            },
             [&](int v, auto) { return skip_raw[kAdds<Fused> ? v : 0]; },
             [&](int v, auto) { return gated_raw[kHasGate<Fused> ? v : 0]; });
       }
     } else {
       // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from
       // its stage again. Nothing of it stays in registers, so that a thread can hold more columns. Where something came
-      // after, the norm's gradient has a place of its own: put back into the stage, it would have to be fenced from the
-      // copy engine in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for 209).
+      // after, wdy has a place of its own behind the ring, of two rows, each thread's: put back into the stage, it
+      // would have to be fenced from the copy engine in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for
+      // 209).
       unsigned turn = 0;
+      [[maybe_unused]] const auto kept_at = [&](unsigned of_turn, int v) {
+        return shared_address(ring_memory) + depth * Ring::kStageBytes + threadIdx.x * 16 +
+               (of_turn % 2 * kVecs + v) * (kThreads * kRows * kVec * static_cast<int>(sizeof(acc_t)));
+      };
       const auto finish = [&] {
         const int behind = ring.stage == 0 ? depth - 1 : ring.stage - 1;
         const auto entry = ring.entry(params, behind, row - slice.row_step, group);
@@ -809,7 +865,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
             exchange.collect(turn - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
             [&](int v, auto whole) {
               if constexpr (kHasAfter<Fused>)
-                return kept[(turn - 1) % 2][v][threadIdx.x];
+                return load_words<acc_t, kVec, kThreads * kRows>(kept_at(turn - 1, v));
               else
                 return read_grad(entry.grad, v, whole);
             },
@@ -826,8 +882,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
                                  ring.stats(params, entry, ring.stage, row, group), row,
                                  [&](int v, auto whole) { return read(entry.x, v, whole); },
                                  [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
-                                 [&](int v, const RawVec<x_t, kVec>& rounded) {
-                                   if constexpr (kHasAfter<Fused>) kept[turn % 2][v][threadIdx.x] = rounded;
+                                 [&](int v, const acc_t(&wdy)[kVec]) {
+                                   if constexpr (kHasAfter<Fused>) store_words<kThreads * kRows>(kept_at(turn, v), wdy);
                                  }));
         if (turn > 0) finish();
         ring.next_stage();
@@ -874,7 +930,15 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     const int v = element / kVec % kVecs, first = element % kVec, count = elements_of(v) - first;
     acc_t* target = partial + element / (kVecs * kVec) * params.hidden_size + column_of(v) + first;
     if constexpr (kAligned) {
-      if (count > 0) store_vec(target, values);
+      if (count <= 0) return;
+      if constexpr (kHasAfter<Fused>) {
+        acc_t scaled[kUnit];
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) scaled[i] = values[i] * fused.column_factor;
+        store_vec(target, scaled);
+      } else {
+        store_vec(target, values);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kUnit; ++i)
@@ -947,9 +1011,10 @@ cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Resi
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
   const int room = facts.shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
-  const int depth = std::min(kFusedDepth<Plan>, room / Ring::kStageBytes);
+  constexpr int kKept = kKeptBytes<scalar_t, Plan, Fused>;
+  const int depth = std::min(kFusedDepth<Plan>, (room - kKept) / Ring::kStageBytes);
   if (depth < 2 + Plan::kOneBehind) return cudaSuccess;
-  const int bytes = depth * Ring::kStageBytes;
+  const int bytes = depth * Ring::kStageBytes + kKept;
   error = allowed.run(device, [&] { return allow_more(kernel, bytes, Plan::kClusters ? facts.max_cluster : 1); });
   if (error != cudaSuccess) return error;
   int clusters = 0;

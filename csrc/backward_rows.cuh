@@ -39,6 +39,14 @@ struct RowStats : SavedStats<T> {
     if constexpr (sizeof(scalar_t) == 2) return difference;
     return sub(difference, this->mean_tail);
   }
+  // What stands for x - mean in grad_input, times a number of the row: of 16-bit x it is x, an operation an element
+  // less, and `level` has mean's part. What that rounds is what mean was rounded by, more or less; and nothing where
+  // all of a row is the same number, as slope is 0 there.
+  static constexpr bool kFoldsMean = sizeof(scalar_t) == 2;
+  __device__ T uncentered(T x) const {
+    if constexpr (kFoldsMean) return x;
+    return centered(x);
+  }
 };
 
 // Of the first `count` elements of a vector; the others are 0.
@@ -85,17 +93,17 @@ __device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_
   }
 }
 
-// Both from x_hat; the sums along the row are then (sum(x_hat*wdy), sum(wdy)).
+// Both from x_hat; the sums along the row are then (sum(x_hat*wdy), sum(wdy)). grad becomes wdy.
 template <int kVec, typename T>
 __device__ __forceinline__ void add_from_x_hat(Pair<T>& sums, T (&grad_weight)[kVec], T (&grad_bias)[kVec],
-                                               const T (&x_hat)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
+                                               const T (&x_hat)[kVec], T (&grad)[kVec], const T (&weight)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    const T weighted = mul(grad[i], weight[i]);
-    sums.first = fma(weighted, x_hat[i], sums.first);
-    sums.second = add(sums.second, weighted);
     grad_weight[i] = fma(grad[i], x_hat[i], grad_weight[i]);
     grad_bias[i] += grad[i];
+    grad[i] = mul(grad[i], weight[i]);
+    sums.first = fma(grad[i], x_hat[i], sums.first);
+    sums.second = add(sums.second, grad[i]);
   }
 }
 
@@ -116,7 +124,8 @@ __device__ __forceinline__ void add_from_y(Pair<T>& sums, T (&grad_weight)[kVec]
 template <typename T>
 struct UnitStats {
   T rstd;
-  __device__ T centered(T x_hat) const { return x_hat; }
+  static constexpr bool kFoldsMean = false;
+  __device__ T uncentered(T x_hat) const { return x_hat; }
 };
 
 // 1 / value to a unit in the last place. volatile: it would be worked out once for each column, and spill.
@@ -133,17 +142,19 @@ __device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& st
                                               const T (&grad)[kVec], const T (&weight)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
-    values[i] = mul(fma(grad[i], weight[i], fma(stats.centered(x[i]), row.first, row.second)), stats.rstd);
+    values[i] = mul(fma(grad[i], weight[i], fma(stats.uncentered(x[i]), row.first, row.second)), stats.rstd);
 }
 
-// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2. Both 0 where the
-// statistics are constants: not by a factor of 0, as a sum may be infinite.
+// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2, less mean*slope where x
+// stands for x - mean. Both 0 where the statistics are constants: not by a factor of 0, as a sum may be infinite.
 template <typename Stats, typename T>
 __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& stats, const NormBackwardParams& params,
                                                    T inverse_n) {
   if (!params.stats_grad) sums = {0, 0};
   const T c1 = mul(mul(sums.first, stats.rstd), inverse_n);
-  return {mul(-stats.rstd, c1), params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n)};
+  const T slope = mul(-stats.rstd, c1), level = params.is_rms_norm ? T(0) : mul(-sums.second, inverse_n);
+  if constexpr (Stats::kFoldsMean) return {slope, fma(-stats.mean, slope, level)};
+  return {slope, level};
 }
 
 // A scalar to a tensor whose dtype is known at run time only.

@@ -46,6 +46,7 @@ template <typename... Plans>
 struct Ladder {};
 
 constexpr int round_up_to(int value, int least) { return value > least ? value : least; }
+constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_up_to_power((value + 1) / 2); }
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
 
@@ -109,14 +110,18 @@ struct AddLadder<float> {
 //   N = 2560  180 206   - 202; 145 160   - 180
 //   N = 4096  141 154 148 174; 136 148 146 159
 //   N = 8192  146 158 154 174; 135 147 146 156
-// (gelu with two terms of its polynomial fewer than it has.) Those of float32 were taken over, and not timed.
+// (gelu with two terms of its polynomial fewer than fp16 has, as many as bf16.) Those of float32 were taken over, and
+// not timed.
 //
 // Of gelu's samples at 4096 25% are of warps that wait for instructions: the code of all vectors does not fit their
 // cache. What did not help: a loop over vectors that lie in shared memory, of which each activation has its own; nobody
 // waits then, but 8% more instructions run: 1024 151 / 144 / 165 (gelu, silu, dropout of y) became 160 to 170 / 146 /
 // 168 to 189, 4096 157 / 149 / 161 155 to 161 / 142 / 163 to 174. The same with 16 vectors a thread, copied there
 // without registers: 28 instructions an element, as now, but weights come from L2, as shared memory takes L1's place:
-// 174 / 154 / 174.
+// 174 / 154 / 174. Nor the code of one group of vectors for all, to whose registers the next moves: 4096 159 / 153 /
+// 169 became 162 / 153 / 173, 1152 159 / 160 / 165 163 / 153 / 173. Nor the differences from the reference point kept,
+// 2 instructions of 28 fewer for twice the registers, and so two thirds of the threads: 162 / 151 / 168 became 178 /
+// 170 / 178.
 template <typename scalar_t>
 struct AfterLadder {
   using type =
@@ -305,18 +310,18 @@ constexpr unsigned kPaceNever = 1u << 30;  // turns that a block gives itself wh
 
 // One ladder for both strategies, so that grad_input is the same bits whichever runs. H200, LayerNorm, x of 256 MiB,
 // fraction of the two-read-one-write pass, sum of the partials included; R: rows, B: blocks an SM, C: cluster.
-//   bf16: N = 64 0.86; 128 0.91; 256 0.94; 512 32 x 2 R7 B2 0.95; 1024 64 x 2 R6 0.945, R5 0.91, R3 B2 0.93; 1536 64 x
-//   3 R4 0.94, R5 0.94 (RMSNorm 0.88), R6 0.87, R3 0.86, by the plan of 2048 0.81; 2048 64 x 4 R3 0.925, R2 0.84, R2 B2
-//   0.86; 3072 64 x 3 R5 C2 0.94, R4 0.93; 4096 64 x 4 R3 C2 0.92, R4 C2 0.89, R5 C2 0.84, R2 B2 C2 0.86, 128 x 4 R2
-//   0.87, R1 B2 0.82; 5120 0.87; 6144 0.93; 8192 64 x 4 R4 C4 0.93, R5 C4 0.86, R3 C4 0.87, R2 B2 C4 0.89; 16384 0.92;
-//   32768 0.92; 65536 0.90; 131072 0.85.
+//   bf16: N = 64 0.86; 128 0.91; 256 0.94; 512 32 x 2 R7 B2 0.95; 1024 64 x 2 R6 0.945, R5 0.91, R3 B2 0.93; 1152 96 x
+//   2 R5 0.98, 64 x 3 R4 0.87; 1536 64 x 3 R4 0.94, R5 0.94 (RMSNorm 0.88), R6 0.87, R3 0.86, by the plan of 2048 0.81,
+//   96 x 2 R5 as R4; 2048 64 x 4 R3 0.925, R2 0.84, R2 B2 0.86; 3072 64 x 3 R5 C2 0.94, R4 0.93; 4096 64 x 4 R3 C2
+//   0.92, R4 C2 0.89, R5 C2 0.84, R2 B2 C2 0.86, 128 x 4 R2 0.87, R1 B2 0.82; 5120 0.87; 6144 0.93; 8192 64 x 4 R4 C4
+//   0.93, R5 C4 0.86, R3 C4 0.87, R2 B2 C4 0.89; 16384 0.92; 32768 0.92; 65536 0.90; 131072 0.85.
 //   fp32: N = 64 0.885; 128 0.915; 256 0.91; 512 0.95; 1024 64 x 2 R6 0.96, R4 B2 0.96; 2048 128 x 4 R2 0.935, R3 0.91,
 //   64 x 4 R4 C2 0.95 (RMSNorm 0.90, for 0.91); 4096 256 x 4 0.915, 128 x 4 R2 C2 0.92; 8192 128 x 4 R2 C4 0.97, R1 B2
 //   C4 0.88; 16384 0.955.
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 3, 8, 4, 1>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<96, 2, 8, 5, 1>,
                       BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>, BackwardPlan<64, 4, 8, 3, 1, 2>,
                       BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>, BackwardPlan<256, 4, 8, 1, 1>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
@@ -365,25 +370,28 @@ struct FromYLadder {
 template <>
 struct FromYLadder<float> : AddGradLadder<float> {};
 
-// With an activation or dropout after the norm, whose gradient is work: more warps, and so fewer columns a thread.
-// H200, bf16, x of 256 MiB, us, relu / gelu / silu / dropout of y, that with 10 rounds of Philox (plain 205): N = 1024
-// 64 x 2 R7 202 / 270 / 249 / 249, R6 205 / 273 / 260 / 245, 128 x 1 R5 215 / 272 / 250 / 258, 64 x 2 R3 B2 221 / 308 /
-// 283 / 285; 2048 128 x 2 R3 205 / 274 / 262 / 252, 64 x 2 R7 C2 239 / 310 / 281 / 283, 256 x 1 R2 235 / 299 / 284 /
-// 294; 4096 128 x 2 R3 C2 246 / 312 / 291 / 281, 64 x 2 R7 C4 261 / 342 / 305 / 311, 256 x 2 R1 267 / 341 / 319 / 315,
-// 64 x 4 R3 C2 318 / 436 / 407 / 372; 8192 128 x 2 R3 C4 270 / 340 / 313 / 307, 64 x 2 R7 C8 261 / 341
-// / 306 / 310. With bias loaded from the cache for each row, 4096 by 64 x 4 R3 C2: 449 / 560 / 518 / 384.
-// Later, by 128 x 2 R3, 64 x 3 R4 and R5: 1152 372 / 470 / 438 / 399, 332 / 443 / 405 / 340, 322 / 431 / 386 / 348;
-// 1280 337 / 427 / 396 / 353, 300 / 401 / 367 / 308, 291 / 388 / 349 / 316; 1536 gelu 358, 342, 331, dropout 306, 266,
-// 271.
+// With an activation or dropout after the norm, whose gradient is work: 16 elements a thread, and as many warps as that
+// leaves registers for, 15 of them beside the one that fetches. H200, bf16, x of 256 MiB, us, relu / gelu / gelu_tanh /
+// silu / dropout of y / gelu and dropout (plain 197 to 203):
+//   N = 512   32 x 2 R7 B2 198 208 216 199 213 260; 64 x 1 R8 226 228 238 226 246 279, R4 B2 233 242 248 234 265 301
+//   N = 768   96 x 1 R6 215 227 234 220 248 275; 64 x 2 R7 213 267 300 257 264 342
+//   N = 1024  64 x 2 R7 198 216 232 207 216 270; 128 x 1 R4 226 230 240 227 249 288
+//   N = 1152  96 x 2 R5 202 245 270 238 254 319; 64 x 3 R5 244 294 320 284 280 372; 192 x 1 R3 251 293 312 300 330 393
+//   N = 1536  96 x 2 R5 200 211 219 198 211 252; 64 x 3 R5 224 235 251 232 233 295
+//   N = 2048  128 x 2 R3 200 221 239 220 221 280; 160 x 2 R3 198 228 258 224 245 313; 256 x 1 R2 220 249 268 242 262
+//   N = 2560  160 x 2 R3 197 207 229 203 217 263
+//   N = 3072  96 x 2 R5 C2 201 220 224 210 219 265; 128 x 4 R2, bias in shared memory, 240 264 314 256 306 396
+//   N = 4096  128 x 2 R3 C2 213 236 236 227 234 280; 160 x 2 221 257 269 240 261 327; 96 x 2 R5 C3 233 276 280 259 267
+//   N = 6144  96 x 2 R5 C4 210 243 247 227 236 299; 160 x 2 R3 C3 241 285 303 269 293 365
+//   N = 8192  128 x 2 R3 C4 229 263 266 248 256 311; 128 x 4 R2 C2, bias in shared memory, 235 256 303 247 251 320
+// Finishing a row when the next one is added up costs those of one block 10% (1024 222 234 236 231 236 281).
 //
-// Counted by ncu, gelu at 4096 took 55 instructions an element (plain 23), of which the derivative needs 15: 12 were a
-// row's own, for 16 elements a thread, and x was widened and centered three times. With code of its own for each
-// activation, sums of x_hat and of the gradient before it is rounded, shared addresses that are kept and no vector that
-// a warp does not have it takes 45, and gelu / silu / dropout of y instead of 271 / 248 / 229 (1024), 420 / 383 / 343
-// (1152), 323 / 296 / 266 (1536), 309 / 288 / 276 (4096), 332 / 315 / 296 (8192) 256 / 233 / 233, 348 / 312 / 307, 269
-// / 241 / 243, 274 / 248 / 252, 304 / 276 / 285. Leaving vectors out cost dropout 7% where the others gained up to 10%,
-// as random numbers of two vectors at once hide each other's latency; two strands of sums, which help activations, cost
-// it 4% at 1024; rounding first cost it 5 to 8%.
+// Counted by ncu, gelu at 4096 took 55 instructions an element at first (plain 23), and 37.8 now, 268 us for 309. Each
+// activation has code of its own; sums are of x_hat and of the gradient before it is rounded; wdy is kept, in float32,
+// so that grad_input needs neither weight nor rounding; factors of dropout and of the derivatives are left to what is
+// one number a row or a column; mean is (RowStats::uncentered). With random numbers no vector is left out: that cost
+// dropout 7% where the others gained up to 10%, as those of two vectors at once hide each other's latency; two strands
+// of sums, which help activations, cost it 4% at 1024, and fp16 spills.
 //
 // fp32, relu / gelu / silu / dropout of y (plain 197 to 205): 256 32 x 2 R14 203 / 207 / 205 / 206, R9 B2 210 / 210 /
 // 211 / 213, R7 B3 (which spilled) 219 / 222 / 231 / 228; 512 64 x 2 R6 200 / 210 / 200 / 201, R8 205 / 201 / 202 /
@@ -393,8 +401,10 @@ struct FromYLadder<float> : AddGradLadder<float> {};
 // 205 / 228 / 207 / 207, 128 x 2 R3 C4 219 / 268 / 227 / 238.
 template <typename scalar_t>
 struct AfterGradLadder {
-  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 7, 1>,
-                      BackwardPlan<64, 3, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>>;
+  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
+                      BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>,
+                      BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<128, 2, 8, 3, 1, 2>,
+                      BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<128, 2, 8, 3, 1, 16>>;
 };
 template <>
 struct AfterGradLadder<float> {

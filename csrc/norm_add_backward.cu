@@ -76,9 +76,10 @@ cudaError_t launch_stage(Types, Plan, const NormBackwardParams& params, const To
                          cudaStream_t stream) {
   using x_t = typename Types::scalar_t;
   using scalar_t = typename Types::weight_t;
-  const ClusterLaunch persistent(launch.running * launch.cluster, kFusedThreads<Plan>,
-                                 launch.depth * RowRing<scalar_t, Plan, Stage<x_t>>::kStageBytes, launch.cluster,
-                                 stream);
+  const ClusterLaunch persistent(
+      launch.running * launch.cluster, kFusedThreads<Plan>,
+      launch.depth * RowRing<scalar_t, Plan, Stage<x_t>>::kStageBytes + kKeptBytes<scalar_t, Plan, Stage<x_t>>,
+      launch.cluster, stream);
   const cudaError_t error =
       cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, x_t, Plan, Stage<x_t>>, params,
                          inverse_of<float>(params.hidden_size), launch.depth, Stage<x_t>{stage});
@@ -120,8 +121,8 @@ bool has_add_stage_cuda(const NormBackwardParams& params) {
 }
 
 bool has_after_stage_cuda(const NormBackwardParams& params) {
-  return dispatch_stage<After>(params, params.x_dtype, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) ==
-         cudaSuccess;
+  return dispatch_stage<AfterGrad>(params, params.x_dtype,
+                                   [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
 }
 
 bool has_y_stage_cuda(const NormBackwardParams& params) {
@@ -140,7 +141,7 @@ int64_t fused_backward_workspace(const NormBackwardParams& params) {
     return cudaSuccess;
   };
   if (params.after) {
-    dispatch_stage<After>(params, params.x_dtype, ask);
+    dispatch_stage<AfterGrad>(params, params.x_dtype, ask);
     return bytes;
   }
   if (params.x_is_y) {
@@ -157,8 +158,10 @@ int64_t fused_backward_workspace(const NormBackwardParams& params) {
 
 cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream) {
   if (params.after) {
-    return dispatch_stage<After>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
-      return launch_stage<After>(types, plan, params, *params.after, launch, stream);
+    return dispatch_stage<AfterGrad>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
+      constexpr int kBits = kSignificantBits<typename decltype(types)::scalar_t>;
+      return launch_stage<AfterGrad>(types, plan, params, AfterGradStage::of<kBits>(*params.after, params.hidden_size),
+                                     launch, stream);
     });
   }
   if (params.x_is_y) {

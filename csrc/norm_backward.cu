@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
     backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, launch, scratch.columns);
   } else {
     const int64_t row = block * kRows + Row::group();
-    if (row >= params.rows) return;
+    if (Row::group() >= kRows || row >= params.rows) return;  // 96 threads a row leave some without one
     backward_of_row<scalar_t, weight_t, Plan>(params, row, launch, inverse_n, scratch.rows);
   }
 }
