@@ -1,7 +1,6 @@
 // Activations after a norm, and their derivatives.
 #pragma once
 
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -10,15 +9,8 @@
 
 namespace fused_layernorm {
 
-// kBits: significant ones of the result. Up to 11, quickly, by a handful of instructions: a kernel that only loads,
-// normalizes and stores has few to spare (H200: about 30 for each 16-bit element in the time that memory takes, of
-// which the norm needs ten).
-template <typename T>
-constexpr int kSignificantBits = sizeof(T) == 8                   ? 53
-                                 : sizeof(T) == 4                 ? 24
-                                 : std::is_same<T, __half>::value ? 11
-                                                                  : 8;
-
+// kQuick: for results of 16 bits, by a handful of instructions; a kernel that only loads, normalizes and stores has few
+// to spare (H200: about 30 for each 16-bit element in the time that memory takes, of which the norm needs ten).
 __device__ __forceinline__ float quick_power_of_two(float t) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(t));
@@ -29,9 +21,9 @@ __device__ __forceinline__ float quick_reciprocal(float t) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(t));
   return result;
 }
-template <int kBits, typename T>
+template <bool kQuick, typename T>
 __device__ __forceinline__ T exp_of(T t) {
-  if constexpr (kBits <= 11) {
+  if constexpr (kQuick) {
     return quick_power_of_two(t * 1.44269504088896341f);
   } else if constexpr (sizeof(T) == 4) {
     return expf(t);
@@ -40,10 +32,10 @@ __device__ __forceinline__ T exp_of(T t) {
   }
 }
 
-template <int kBits, typename T>
+template <bool kQuick, typename T>
 __device__ __forceinline__ T sigmoid(T t) {
-  const T below = 1 + exp_of<kBits>(-t);
-  if constexpr (kBits <= 11) {
+  const T below = 1 + exp_of<kQuick>(-t);
+  if constexpr (kQuick) {
     return quick_reciprocal(below);
   } else if constexpr (sizeof(T) == 4) {
     return __fdividef(1.0f, below);
@@ -52,23 +44,20 @@ __device__ __forceinline__ T sigmoid(T t) {
   }
 }
 
-// Phi, the distribution function of the normal distribution. Quick: for t < 0 two to the power of a polynomial in |t|,
-// found by least squares, reweighted until the largest error relative to 2^-17 + 2e-8 / Phi(t), or 2^-13 + 1e-8 /
-// Phi(t) for bfloat16, was as small as it gets (Lawson); its leading coefficient falls for every larger |t|. t * Phi(t)
-// is off by 2e-6 of itself for t > -2, 4e-6 for t > -3, and by less than 4e-7 everywhere; for bfloat16 by 6e-5 for
-// t > -3, 1e-4 for t > -4, and 8e-6. (Against float64; PyTorch's gelu of float32 on the CPU: 3e-6, 2e-4 and 1.2e-6.)
-template <int kBits, typename T>
+// Phi, the distribution function of the normal distribution. Quick: for t < 0 two to the power of a polynomial in |t|
+// of the seventh degree, found by least squares, reweighted until the largest error relative to 2^-17 + 2e-8 / Phi(t)
+// was as small as it gets (Lawson); its leading coefficient was set, so that it falls for every larger |t|. t * Phi(t)
+// is off by 2e-6 of itself for t > -2, 4e-6 for t > -3, and by less than 4e-7 everywhere (float32, against float64);
+// PyTorch's gelu on the CPU is off by 3e-6, 2e-4 and 1.2e-6. Of the fifth degree it would be off by 7e-7 at best.
+template <bool kQuick, typename T>
 __device__ __forceinline__ T normal_distribution(T t) {
-  if constexpr (kBits <= 11) {
-    constexpr int kDegree = kBits <= 8 ? 5 : 7;
-    constexpr float kPowers[2][8] = {
-        {-0.99999791f, -1.1511805f, -0.45875663f, -0.053524744f, 0.0082119368f, -0.00083212752f, 4.6386263e-05f,
-         -1e-06f},
-        {-1.0000709f, -1.1498808f, -0.46255764f, -0.049424976f, 0.0061890278f, -0.00035848797f}};
+  if constexpr (kQuick) {
+    constexpr float kPowers[] = {-0.99999791f,  -1.1511805f,     -0.45875663f,   -0.053524744f,
+                                 0.0082119368f, -0.00083212752f, 4.6386263e-05f, -1e-06f};
     const float size = fabsf(t);
-    float power = kPowers[kBits <= 8][kDegree];
+    float power = kPowers[7];
 #pragma unroll
-    for (int i = kDegree - 1; i >= 0; --i) power = fmaf(power, size, kPowers[kBits <= 8][i]);
+    for (int i = 6; i >= 0; --i) power = fmaf(power, size, kPowers[i]);
     const float below = quick_power_of_two(power);
     return t > 0 ? 1 - below : below;
   } else if constexpr (sizeof(T) == 4) {
@@ -81,7 +70,7 @@ __device__ __forceinline__ T normal_distribution(T t) {
 // Phi's derivative, exp(-t^2/2) / sqrt(2*pi).
 template <typename T>
 __device__ __forceinline__ T normal_density(T t) {
-  return T(0.39894228040143267794) * exp_of<kSignificantBits<T>>(T(-0.5) * t * t);
+  return T(0.39894228040143267794) * exp_of<false>(T(-0.5) * t * t);
 }
 
 // gelu(t) = t * Phi(t); by its tanh formula t * sigmoid(2u), u = sqrt(2/pi) * (t + 0.044715 * t^3).
@@ -90,13 +79,13 @@ constexpr T kTwoRoot2OverPi = T(1.59576912160573071176);
 template <typename T>
 constexpr T kCubic = T(0.044715);
 
-template <int kBits, typename T>
+template <bool kQuick, typename T>
 __device__ __forceinline__ T tanh_gate(T t) {
-  if constexpr (kBits <= 11) {
+  if constexpr (kQuick) {
     constexpr float kLinear = -1.4426950f * kTwoRoot2OverPi<float>;  // the power of two's
     return quick_reciprocal(1 + quick_power_of_two(t * fmaf(kLinear * kCubic<float>, t * t, kLinear)));
   } else {
-    return sigmoid<kBits>(kTwoRoot2OverPi<T> * t * fma(kCubic<T> * t, t, T(1)));
+    return sigmoid<kQuick>(kTwoRoot2OverPi<T> * t * fma(kCubic<T> * t, t, T(1)));
   }
 }
 
@@ -131,67 +120,65 @@ __device__ __forceinline__ void with_after(const AfterNorm& after, F&& f) {
   });
 }
 
-template <int kBits, Activation activation, typename T>
+template <bool kQuick, Activation activation, typename T>
 __device__ __forceinline__ T activated(Which<activation>, T t) {
-  if constexpr (activation == Activation::kGelu) return t * normal_distribution<kBits>(t);
-  if constexpr (activation == Activation::kSilu) return t * sigmoid<kBits>(t);
-  if constexpr (activation == Activation::kGeluTanh) return t * tanh_gate<kBits>(t);
+  if constexpr (activation == Activation::kGelu) return t * normal_distribution<kQuick>(t);
+  if constexpr (activation == Activation::kSilu) return t * sigmoid<kQuick>(t);
+  if constexpr (activation == Activation::kGeluTanh) return t * tanh_gate<kQuick>(t);
   if constexpr (activation == Activation::kRelu) return t < 0 ? T(0) : t;  // nan stays nan
   return t;
 }
-template <int kBits, int kVec, typename T, typename Activation>
+template <bool kQuick, int kVec, typename T, typename Activation>
 __device__ __forceinline__ void activate(T (&values)[kVec], Activation which) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = activated<kBits>(which, values[i]);
+  for (int i = 0; i < kVec; ++i) values[i] = activated<kQuick>(which, values[i]);
 }
 
 // The derivative at t is slope(which, slope_scale(activation) * t), as an operation less: the caller scales weight and
 // bias.
-template <int kBits>
+template <bool kQuick>
 constexpr float slope_scale(Activation activation) {
-  if (kBits <= 11 && activation == Activation::kGelu) return 0.84932180f;  // sqrt(log2(e) / 2)
-  if (kBits <= 11 && activation == Activation::kSilu) return -1.4426950f;  // -log2(e)
+  if (kQuick && activation == Activation::kGelu) return 0.84932180f;  // sqrt(log2(e) / 2)
+  if (kQuick && activation == Activation::kSilu) return -1.4426950f;  // -log2(e)
   return 1;
 }
-template <int kBits, Activation activation, typename T>
+template <bool kQuick, Activation activation, typename T>
 __device__ __forceinline__ T slope(Which<activation>, T t) {
-  if constexpr (activation == Activation::kGelu && kBits <= 11) {
-    // Phi(-a) - a*phi(a) for a = |t|, by phi(a) * (R(a) - a), where Mills' ratio R is a polynomial in 1 / (1 + p*a),
-    // found as in normal_distribution: off by less than 2^-15 of the derivative, 2^-12 for bfloat16, and 0.03 times
-    // that near where it is 0. Factors of scaled t and of phi lie in the constants.
-    constexpr bool kFew = kBits <= 8;
-    constexpr float kPowers[2][4] = {{0.24049765f, 0.53488344f, -0.36398596f, 0.84194364f},
-                                     {0.40060148f, 0.05148368f, 0.80143381f}};
-    constexpr float kScale = slope_scale<kBits>(activation), kPlace = (kFew ? 0.345f : 0.279f) / kScale;
-    const float size = fabsf(t), inverse = quick_reciprocal(fmaf(kPlace, size, 1));
-    float ratio = kScale * kPowers[kFew][3 - kFew];
+  if constexpr (activation == Activation::kGelu && kQuick) {
+    // Phi(-a) - a*phi(a) for a = |t|, by phi(a) * (R(a) - a), where Mills' ratio R is a polynomial in 1 / (1 + 0.43*a),
+    // found as in normal_distribution: off by less than 3e-6, and by 1.5e-4 of itself where it is small. Factors of
+    // scaled t and of phi lie in the constants.
+    constexpr float kPowers[] = {0.4645471f, 0.20525476f, 0.88405627f, -0.30054694f};
+    constexpr float kScale = slope_scale<kQuick>(activation);
+    const float size = fabsf(t), inverse = quick_reciprocal(fmaf(0.43f / kScale, size, 1));
+    float ratio = kScale * kPowers[3];
 #pragma unroll
-    for (int i = 2 - kFew; i >= 0; --i) ratio = fmaf(ratio, inverse, kScale * kPowers[kFew][i]);
+    for (int i = 2; i >= 0; --i) ratio = fmaf(ratio, inverse, kScale * kPowers[i]);
     constexpr float kLog2OfFactor = -1.3257480647f + 0.23561678f;  // of 1 / (sqrt(2*pi) * kScale)
     const float below = quick_power_of_two(fmaf(-t, t, kLog2OfFactor)) * fmaf(ratio, inverse, -size);
     return t > 0 ? 1 - below : below;
   } else if constexpr (activation == Activation::kGelu) {
-    return normal_distribution<kBits>(t) + t * normal_density(t);
-  } else if constexpr (activation == Activation::kSilu && kBits <= 11) {
+    return normal_distribution<kQuick>(t) + t * normal_density(t);
+  } else if constexpr (activation == Activation::kSilu && kQuick) {
     constexpr float kNaturalLogOf2 = 0.69314718f;
     const float s = quick_reciprocal(1 + quick_power_of_two(t));
     return s * fmaf(t, fmaf(s, kNaturalLogOf2, -kNaturalLogOf2), 1);
   } else if constexpr (activation == Activation::kSilu) {
-    const T s = sigmoid<kBits>(t);
+    const T s = sigmoid<kQuick>(t);
     return s + t * s * (1 - s);
   }
   if constexpr (activation == Activation::kGeluTanh) {  // of t * sigmoid(v): s + t*s * (1-s) * dv
-    const T s = tanh_gate<kBits>(t);
+    const T s = tanh_gate<kQuick>(t);
     return fma(t * s, (1 - s) * fma(3 * kCubic<T> * kTwoRoot2OverPi<T>, t * t, kTwoRoot2OverPi<T>), s);
   }
   if constexpr (activation == Activation::kRelu) return T(!(t <= 0));  // of nan 1, as in PyTorch
   return T(1);
 }
 // grad *= the derivative, given t as slope() wants it.
-template <int kBits, int kVec, typename T, typename Activation>
+template <bool kQuick, int kVec, typename T, typename Activation>
 __device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[kVec], Activation which) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) grad[i] *= slope<kBits>(which, t[i]);
+  for (int i = 0; i < kVec; ++i) grad[i] *= slope<kQuick>(which, t[i]);
 }
 
 }  // namespace fused_layernorm

@@ -42,9 +42,9 @@ struct After : AfterNorm {};
 struct AfterGradStage : AfterNorm {
   float norm_scale, sum_factor, wdy_factor, column_factor;
 
-  template <int kBits>
+  template <bool kQuick>
   static AfterGradStage of(const AfterNorm& after, int64_t hidden_size) {
-    const float norm_scale = slope_scale<kBits>(after.activation);
+    const float norm_scale = slope_scale<kQuick>(after.activation);
     const float column_factor = after.dropout.philox ? static_cast<float>(after.dropout.scale) : 1;
     const float wdy_factor = column_factor / norm_scale;
     return {after, norm_scale, -wdy_factor * inverse_of<float>(hidden_size), wdy_factor, column_factor};

@@ -691,7 +691,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
               acc_t norm[kVec];
 #pragma unroll
               for (int i = 0; i < kVec; ++i) norm[i] = fma(x[i], weight[v][i], bias[v][i]);
-              activate_backward<kSignificantBits<x_t>>(grad, norm, which);
+              activate_backward<sizeof(x_t) == 2>(grad, norm, which);
               if constexpr (kDrops) {  // kept meanwhile, it would spill
                 forget(x_of);
                 normalize();

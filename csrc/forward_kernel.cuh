@@ -184,7 +184,7 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
 
 // The store stage of one row of an After. A branch for each vector; true calls of the activations cost the kernel 5%
 // (H200, bf16, gelu).
-template <typename T, int kBits>
+template <typename T, bool kQuick>
 struct AfterRow {
   Activation activation;
   RowDropout<T> dropout;
@@ -196,7 +196,7 @@ struct AfterRow {
   template <int kVec>
   __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
     if (activation != Activation::kNone)
-      with_activation(activation, [&](auto which) { activate<kBits>(values, which); });
+      with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
     if (drops) dropout.apply(values, col);
   }
 };
@@ -402,7 +402,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const bool same_dtype = kIsFused<Fused> || params.y_dtype == dtype_of<x_t>;
   const auto after = [&] {
     if constexpr (kHasAfter<Fused>)
-      return AfterRow<acc_t, kSignificantBits<x_t>>(fused, row);
+      return AfterRow<acc_t, sizeof(x_t) == 2>(fused, row);
     else
       return NotFused{};
   }();
@@ -454,11 +454,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         unpack(raw[v], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-        if constexpr (kHasAfter<Fused>) {
-          int here = own;
-          asm volatile("" : "+r"(here));  // the column is made anew: kept for each vector, it would spill
-          after.apply(values, slice_col + here + skip);
-        }
+        if constexpr (kHasAfter<Fused>) after.apply(values, slice_col + own + skip);
         if (!plain && !same_dtype) {
           store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
         } else if constexpr (kStaged) {

@@ -110,8 +110,7 @@ struct AddLadder<float> {
 //   N = 2560  180 206   - 202; 145 160   - 180
 //   N = 4096  141 154 148 174; 136 148 146 159
 //   N = 8192  146 158 154 174; 135 147 146 156
-// (gelu with two terms of its polynomial fewer than fp16 has, as many as bf16.) Those of float32 were taken over, and
-// not timed.
+// (gelu with two terms of its polynomial fewer than it has.) Those of float32 were taken over, and not timed.
 //
 // Of gelu's samples at 4096 25% are of warps that wait for instructions: the code of all vectors does not fit their
 // cache. What did not help: a loop over vectors that lie in shared memory, of which each activation has its own; nobody
@@ -120,8 +119,8 @@ struct AddLadder<float> {
 // without registers: 28 instructions an element, as now, but weights come from L2, as shared memory takes L1's place:
 // 174 / 154 / 174. Nor the code of one group of vectors for all, to whose registers the next moves: 4096 159 / 153 /
 // 169 became 162 / 153 / 173, 1152 159 / 160 / 165 163 / 153 / 173. Nor the differences from the reference point kept,
-// 2 instructions of 28 fewer for twice the registers, and so two thirds of the threads: 162 / 151 / 168 became 178 /
-// 170 / 178.
+// 2 instructions of 28 fewer for twice the registers, so two thirds of the threads: 162 / 151 / 168 became 178 / 170 /
+// 178.
 template <typename scalar_t>
 struct AfterLadder {
   using type =
@@ -372,7 +371,7 @@ struct FromYLadder<float> : AddGradLadder<float> {};
 
 // With an activation or dropout after the norm, whose gradient is work: 16 elements a thread, and as many warps as that
 // leaves registers for, 15 of them beside the one that fetches. H200, bf16, x of 256 MiB, us, relu / gelu / gelu_tanh /
-// silu / dropout of y / gelu and dropout (plain 197 to 203):
+// silu / dropout of y / gelu and dropout (plain 197 to 203; gelu with a term of its polynomial fewer than it has):
 //   N = 512   32 x 2 R7 B2 198 208 216 199 213 260; 64 x 1 R8 226 228 238 226 246 279, R4 B2 233 242 248 234 265 301
 //   N = 768   96 x 1 R6 215 227 234 220 248 275; 64 x 2 R7 213 267 300 257 264 342
 //   N = 1024  64 x 2 R7 198 216 232 207 216 270; 128 x 1 R4 226 230 240 227 249 288
@@ -386,7 +385,7 @@ struct FromYLadder<float> : AddGradLadder<float> {};
 //   N = 8192  128 x 2 R3 C4 229 263 266 248 256 311; 128 x 4 R2 C2, bias in shared memory, 235 256 303 247 251 320
 // Finishing a row when the next one is added up costs those of one block 10% (1024 222 234 236 231 236 281).
 //
-// Counted by ncu, gelu at 4096 took 55 instructions an element at first (plain 23), and 37.8 now, 268 us for 309. Each
+// Counted by ncu, gelu at 4096 took 55 instructions an element at first (plain 23), and 37.8 now, 246 us for 309. Each
 // activation has code of its own; sums are of x_hat and of the gradient before it is rounded; wdy is kept, in float32,
 // so that grad_input needs neither weight nor rounding; factors of dropout and of the derivatives are left to what is
 // one number a row or a column; mean is (RowStats::uncentered). With random numbers no vector is left out: that cost

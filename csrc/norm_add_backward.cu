@@ -159,8 +159,8 @@ int64_t fused_backward_workspace(const NormBackwardParams& params) {
 cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream) {
   if (params.after) {
     return dispatch_stage<AfterGrad>(params, params.x_dtype, [&](auto types, auto plan, const FusedLaunch& launch) {
-      constexpr int kBits = kSignificantBits<typename decltype(types)::scalar_t>;
-      return launch_stage<AfterGrad>(types, plan, params, AfterGradStage::of<kBits>(*params.after, params.hidden_size),
+      constexpr bool kQuick = sizeof(typename decltype(types)::scalar_t) == 2;
+      return launch_stage<AfterGrad>(types, plan, params, AfterGradStage::of<kQuick>(*params.after, params.hidden_size),
                                      launch, stream);
     });
   }

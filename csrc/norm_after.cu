@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kQuadThreads)
     return [&, col, count, norm = NormAgain<acc_t>(params, col, count)](int64_t row) {
       acc_t values[8];
       norm(values, row);
-      with_activation(after.activation, [&](auto which) { activate<kSignificantBits<acc_t>>(values, which); });
+      with_activation(after.activation, [&](auto which) { activate<false>(values, which); });
       if (after.dropout.philox) RowDropout<acc_t>(after.dropout, row).apply(values, col);
       store_columns(params.y, params.y_dtype, row * params.hidden_size + col, values, count);
     };
@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kQuadThreads)
       load_vec_as<8>(grad, after.grad_output, params.y_dtype, after.grad_output_strides.offset(row) + col, count);
       if (after.after.activation != Activation::kNone) norm(values, row);
       if (after.after.dropout.philox) RowDropout<acc_t>(after.after.dropout, row).apply(grad, col);
-      with_activation(after.after.activation,
-                      [&](auto which) { activate_backward<kSignificantBits<acc_t>>(grad, values, which); });
+      with_activation(after.after.activation, [&](auto which) { activate_backward<false>(grad, values, which); });
       store_columns(after.grad, params.y_dtype, row * params.hidden_size + col, grad, count);
     };
   });
