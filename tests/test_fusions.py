@@ -864,7 +864,7 @@ def activates(device, op, activation, dtype, hidden_size):
         ):
             # of fp32, whose functions are some units off
             rtol, unit = (16 * eps if dtype == fp32 else eps), (4e-6 if dtype != fp64 else eps)
-            # The norm's gradient is rounded to 16 bits, as PyTorch's is
+            # Where backward's kernel has no such stage the norm's gradient is rounded to 16 bits, as PyTorch's is
             if dtype in (bf16, fp16) and device == "cuda" and i > 0:
                 unit = eps
             torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
