@@ -33,8 +33,9 @@ struct AddGrad : AddGradStage {};
 template <typename x>
 struct GateGrad : GateGradStage {};
 
-// What comes after the norm, forward and backward; x's type is the kernel's.
-template <typename x>
+// What comes after the norm, forward; x's type is the kernel's. With dropout and without it as kernels of their own,
+// for the registers.
+template <typename x, bool drops>
 struct After : AfterNorm {};
 
 // Backward, with what follows from it and is the same for all rows: what weight and bias are multiplied by, so that the
@@ -84,6 +85,10 @@ template <typename Stage>
 constexpr bool kHasGate = std::is_base_of<GateGradStage, Stage>::value;
 template <typename Stage>
 constexpr bool kHasAfter = std::is_base_of<AfterNorm, Stage>::value;
+template <typename Stage>
+constexpr bool kDropsY = false;
+template <typename x>
+constexpr bool kDropsY<After<x, true>> = true;
 template <typename Stage>
 constexpr bool kIsFromY = std::is_base_of<FromYStage, Stage>::value;
 template <typename Stage>

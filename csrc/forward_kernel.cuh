@@ -182,22 +182,43 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-// The store stage of one row of an After. A branch for each vector; true calls of the activations cost the kernel 5%
-// (H200, bf16, gelu).
-template <typename T, bool kQuick>
+// The store stage of one row of an After.
+template <typename T, bool kQuick, bool kDrops>
 struct AfterRow {
   Activation activation;
   RowDropout<T> dropout;
-  bool drops;
+  bool drops;  // not known when the kernel is compiled
 
   __device__ AfterRow(const AfterNorm& after, int64_t row)
       : activation(after.activation), dropout(after.dropout, row), drops(after.dropout.philox) {}
 
-  template <int kVec>
-  __device__ __forceinline__ void apply(T (&values)[kVec], int col) const {
-    if (activation != Activation::kNone)
-      with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
-    if (drops) dropout.apply(values, col);
+  // Calls store_each(apply), which loops over the row's vectors and calls apply(values, first column) for each of them.
+  // kIsStraight: each activation has a loop of its own, so that a row's instructions lie one after the other and warps
+  // do not wait for them; else, for less code, one loop branches to the activation for each vector.
+  template <bool kIsStraight, typename F>
+  __device__ __forceinline__ void apply(F&& store_each) const {
+    if constexpr (kIsStraight) {
+      with_activation(activation, [&](auto which) {
+        using Activated = decltype(which);
+        constexpr bool kIsRelu = std::is_same<Activated, Which<Activation::kRelu>>::value;
+        if constexpr (kDrops || !std::is_same<Activated, Which<Activation::kNone>>::value)
+          store_each([&](auto& values, int col) {
+            if constexpr (!kIsRelu) activate<kQuick>(values, which);
+            if constexpr (kDrops) dropout.apply(values, static_cast<unsigned>(col));
+            if constexpr (kIsRelu) activate<kQuick>(values, which);  // the same, and before dropout it spills
+          });
+      });
+    } else {
+      store_each([&](auto& values, int col) {
+        if (activation != Activation::kNone)
+          with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
+        if constexpr (kDrops) {
+          int drops = this->drops;  // asked, or code for later vectors moves up and spills
+          asm volatile("" : "+r"(drops));
+          if (drops) dropout.apply(values, static_cast<unsigned>(col));
+        }
+      });
+    }
   }
 };
 
@@ -261,12 +282,16 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
+  // Said anew, for loads that are not of constant memory: these stay behind the stores before them (load_parameter)
+  if constexpr (kHasAfter<Fused>) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
   if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
-    return load_parameter<kVec>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
+    return load_parameter<kVec, kHasAfter<Fused>>(weight, count, given,
+                                                  one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
   const auto bias_vec = [&](const auto* bias, int count) {
-    return load_parameter<kVec>(bias, count, params.bias, zero_vec<std::decay_t<decltype(*bias)>, kVec>());
+    return load_parameter<kVec, kHasAfter<Fused>>(bias, count, params.bias,
+                                                  zero_vec<std::decay_t<decltype(*bias)>, kVec>());
   };
   RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
   if constexpr (kEager) {
@@ -402,7 +427,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const bool same_dtype = kIsFused<Fused> || params.y_dtype == dtype_of<x_t>;
   const auto after = [&] {
     if constexpr (kHasAfter<Fused>)
-      return AfterRow<acc_t, sizeof(x_t) == 2>(fused, row);
+      return AfterRow<acc_t, sizeof(x_t) == 2, kDropsY<Fused>>(fused, row);
     else
       return NotFused{};
   }();
@@ -420,7 +445,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
       }
       // Where something comes after, a vector's weight and bias are asked for before the one in front of it is worked
-      // on: its branches keep the compiler from that. fp32 beside 16-bit x, and eight vectors of fp32, would spill.
+      // on, as the compiler may not (load_parameter). fp32 beside 16-bit x, and eight vectors of fp32, would spill.
       using parameter_t = std::decay_t<decltype(*weight)>;
       constexpr bool kAhead =
           kHasAfter<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(x_t) == 2 || kVecs < 8);
@@ -430,39 +455,46 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         next_weight = weight_vec(weight + v * kStep, kVec, plain || params.weight);
         next_bias = bias_vec(bias + v * kStep, kVec);
       };
-      if constexpr (kAhead) ask_for(0, false);
-      held.for_each([&](int v, auto whole) {
-        const int skip = held.index(v) * kStep, count = left - own - skip;
-        if (!whole && count <= 0) return;
-        const int has = whole || kWhole ? kVec : min(count, kVec);
-        acc_t scale[kVec], offset[kVec];
-        if constexpr (kEager) {
-          unpack(weight_raw[v], scale);
-          unpack(bias_raw[v], offset);
-        } else if constexpr (kAhead) {
-          unpack(next_weight, scale);
-          unpack(next_bias, offset);
-          ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
-        } else {
-          unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
-          unpack(bias_vec(bias + tile + skip, has), offset);
-        }
-        if (kEager ? weight_offset != 0 : !plain) {
+      const auto store_each = [&](auto&& after) {
+        if constexpr (kAhead) ask_for(0, false);
+        held.for_each([&](int v, auto whole) {
+          const int skip = held.index(v) * kStep, count = left - own - skip;
+          if (!whole && count <= 0) return;
+          const int has = whole || kWhole ? kVec : min(count, kVec);
+          acc_t scale[kVec], offset[kVec];
+          if constexpr (kEager) {
+            unpack(weight_raw[v], scale);
+            unpack(bias_raw[v], offset);
+          } else if constexpr (kAhead) {
+            unpack(next_weight, scale);
+            unpack(next_bias, offset);
+            ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
+          } else {
+            unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
+            unpack(bias_vec(bias + tile + skip, has), offset);
+          }
+          if (kEager ? weight_offset != 0 : !plain) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
-        }
-        unpack(raw[v], values);
+            for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
+          }
+          unpack(raw[v], values);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-        if constexpr (kHasAfter<Fused>) after.apply(values, slice_col + own + skip);
-        if (!plain && !same_dtype) {
-          store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
-        } else if constexpr (kStaged) {
-          stage.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
-        } else {
-          store_vec(y + own + skip, values);
-        }
-      });
+          for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+          after(values, slice_col + own + skip);
+          if (!plain && !same_dtype) {
+            store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
+          } else if constexpr (kStaged) {
+            stage.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
+          } else {
+            store_vec(y + own + skip, values);
+          }
+        });
+      };
+      if constexpr (!kHasAfter<Fused>) {
+        store_each([](acc_t(&)[kVec], int) {});
+      } else {
+        after.template apply<plain>(store_each);
+      }
       if constexpr (kStaged) {
         if (plain || same_dtype) stage.drain(y, min(left, kTile), rank);
       }
@@ -491,7 +523,7 @@ template <typename scalar_t, typename weight_t, typename Plan, bool kEager, type
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
                                          : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                       kAdds<Fused>))
+                                                                       kAdds<Fused>, kDropsY<Fused>))
     norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;

@@ -98,12 +98,13 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
   return part;
 }
 
-// The first `count` elements of a parameter's vector where it is `given`; the others are `neutral`.
-template <int kVec, typename weight_t>
+// The first `count` elements of a parameter's vector where it is `given`; the others are `neutral`. kOrdered: not moved
+// ahead of what is stored before. Loads of constant memory are, in straight code that of all its vectors, which spills.
+template <int kVec, bool kOrdered = false, typename weight_t>
 __device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t* source, int count, bool given,
                                                                  RawVec<weight_t, kVec> neutral) {
   if (count >= kVec) {
-    if (given) neutral = load_vec<weight_t, kVec>(source);
+    if (given) neutral = load_vec<weight_t, kVec, kOrdered>(source);
     return neutral;
   }
   weight_t elements[kVec];

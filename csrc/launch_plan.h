@@ -112,15 +112,24 @@ struct AddLadder<float> {
 //   N = 8192  146 158 154 174; 135 147 146 156
 // (gelu with two terms of its polynomial fewer than it has.) Those of float32 were taken over, and not timed.
 //
-// Of gelu's samples at 4096 25% are of warps that wait for instructions: the code of all vectors does not fit their
-// cache. What did not help: a loop over vectors that lie in shared memory, of which each activation has its own; nobody
-// waits then, but 8% more instructions run: 1024 151 / 144 / 165 (gelu, silu, dropout of y) became 160 to 170 / 146 /
-// 168 to 189, 4096 157 / 149 / 161 155 to 161 / 142 / 163 to 174. The same with 16 vectors a thread, copied there
-// without registers: 28 instructions an element, as now, but weights come from L2, as shared memory takes L1's place:
-// 174 / 154 / 174. Nor the code of one group of vectors for all, to whose registers the next moves: 4096 159 / 153 /
-// 169 became 162 / 153 / 173, 1152 159 / 160 / 165 163 / 153 / 173. Nor the differences from the reference point kept,
-// 2 instructions of 28 fewer for twice the registers, so two thirds of the threads: 162 / 151 / 168 became 178 / 170 /
-// 178.
+// By a branch to its activation for each vector 1.9 warps waited for their next instruction for each one issued (gelu
+// at 4096, a quarter of all that waited); a prototype of gelu's straight code alone 0.4. So each activation has
+// straight code (AfterRow). The least us of 30 on another card (plain 135 to 139), gelu, gelu_tanh, silu, dropout of y,
+// gelu and dropout, by branches and straight:
+//   N = 1024  153 147 143 167 207; 150 143 139 159 198
+//   N = 1152  170 160 160 163 209; 148 140 137 146 201
+//   N = 1536  158 154 149 157 209; 148 141 137 152 193
+//   N = 2048  163 154 147 158 210; 145 137 139 147 194
+//   N = 4096  162 159 152 165 214; 147 138 137 157 205
+//   N = 8192  161 156 150 162 213; 145 140 135 158 197
+// What did not help while it branched: a loop over vectors that lie in shared memory, of which each activation has its
+// own; nobody waits then, but 8% more instructions run: 1024 151 / 144 / 165 (gelu, silu, dropout of y) became 160 to
+// 170 / 146 / 168 to 189, 4096 157 / 149 / 161 155 to 161 / 142 / 163 to 174. The same with 16 vectors a thread, copied
+// there without registers: 28 instructions an element, as now, but weights come from L2, as shared memory takes L1's
+// place: 174 / 154 / 174. Nor the code of one group of vectors for all, to whose registers the next moves: 4096 159 /
+// 153 / 169 became 162 / 153 / 173, 1152 159 / 160 / 165 163 / 153 / 173. Nor the differences from the reference point
+// kept, 2 instructions of 28 fewer for twice the registers, so two thirds of the threads: 162 / 151 / 168 became 178 /
+// 170 / 178.
 template <typename scalar_t>
 struct AfterLadder {
   using type =
@@ -180,7 +189,7 @@ constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads 
 // SM: bf16 256 x 8 768 0.955, 512 0.93, 512 x 4 1024 0.92; fp32 512 x 8 1024 0.955, 512 0.86, 1024 x 4 1024 0.83, in
 // two turns 512 x 4 1024 0.90; N = 8192, fp32 256 x 8 768 0.967, 512 0.96, bf16 128 x 8 768 as 256 x 4.
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds) {
+constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool drops_y) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
   const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
   int threads = 1024;
@@ -192,6 +201,8 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
   } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
     threads = 768;
   }
+  // 768 would spill; by as little as it did they took as long, within 3%
+  if (drops_y && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -357,12 +368,12 @@ struct AddGradLadder<float> {
                       BackwardPlan<256, 4, 4, 1, 1, 16>>;
 };
 
-// From y in the place of x: the plans above of the fused strategy, of up to 7 rows a block. By those of an add stage
-// 1024 columns took 218 us (201), 3072 231 (211), 8192 213 (208).
+// From y in the place of x: plans that the fused strategy had, of up to 7 rows a block, and its plan of 96 threads. By
+// those of an add stage 1024 columns took 218 us (201), 3072 231 (211), 8192 213 (208).
 template <typename scalar_t>
 struct FromYLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
-                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
+                      BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
                       BackwardPlan<64, 4, 8, 3, 1, 2>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>>;
 };
@@ -370,8 +381,9 @@ template <>
 struct FromYLadder<float> : AddGradLadder<float> {};
 
 // With an activation or dropout after the norm, whose gradient is work: 16 elements a thread, and as many warps as that
-// leaves registers for, 15 of them beside the one that fetches. H200, bf16, x of 256 MiB, us, relu / gelu / gelu_tanh /
-// silu / dropout of y / gelu and dropout (plain 197 to 203; gelu with a term of its polynomial fewer than it has):
+// leaves registers for and rows fill, 12 to 15 of them beside the one that fetches. H200, bf16, x of 256 MiB, us, relu
+// / gelu / gelu_tanh / silu / dropout of y / gelu and dropout (plain 197 to 203; gelu with a term of its polynomial
+// fewer than it has):
 //   N = 512   32 x 2 R7 B2 198 208 216 199 213 260; 64 x 1 R8 226 228 238 226 246 279, R4 B2 233 242 248 234 265 301
 //   N = 768   96 x 1 R6 215 227 234 220 248 275; 64 x 2 R7 213 267 300 257 264 342
 //   N = 1024  64 x 2 R7 198 216 232 207 216 270; 128 x 1 R4 226 230 240 227 249 288

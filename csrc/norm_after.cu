@@ -127,7 +127,9 @@ cudaError_t launch_after_forward(const NormForwardParams& params, cudaStream_t s
   if (params.segments > 1) return cudaErrorInvalidValue;
   const cudaError_t launched = dispatch_after(params, [&](auto type) {
     using scalar_t = decltype(type);
-    return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t>{*params.after}, stream);
+    if (params.after->dropout.philox)
+      return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t, true>{*params.after}, stream);
+    return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t, false>{*params.after}, stream);
   });
   if (launched != cudaErrorNotSupported) return launched;
   const NormForwardParams norm = only_norm(params);

@@ -9,9 +9,9 @@
 
 namespace fused_layernorm {
 
-// The kThreads (a power of two, 2 to 1024) neighbouring threads of a block that work on one row; kRows rows a block.
-// whole_warps: rows that share a warp take every step together, or have left the kernel. Then sums name all lanes; a
-// set of lanes worked out at run time costs a vote and a branch each time.
+// The kThreads (a power of two, 2 to 1024, or a multiple of 32) neighbouring threads of a block that work on one row;
+// kRows rows a block. whole_warps: rows that share a warp take every step together, or have left the kernel. Then sums
+// name all lanes; a set of lanes worked out at run time costs a vote and a branch each time.
 template <int kThreads, int kRows, bool whole_warps = false>
 struct RowThreads {
   static_assert(kThreads <= 32 || kRows <= 8, "barrier() counts to eight");
