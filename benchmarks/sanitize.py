@@ -182,8 +182,10 @@ def list_calls(light=False):
         for hidden_size in lengths(kinds[dtype], light):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
-                    norm, weight_dtype = draw.choice((fused_layer_norm, fused_rms_norm)), draw.choice((dtype, single))
-                    calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, 0, draw.choice(after)))
+                    norm = draw.choice((fused_layer_norm, fused_rms_norm))
+                    for drops in (False, True):  # kernels of their own
+                        chosen = draw.choice([each for each in after if ("dropout_p" in each) == drops])
+                        calls.append((plain, rows, hidden_size, dtype, draw.choice((dtype, single)), norm, 0, chosen))
                     calls.append((plain, rows, hidden_size, dtype, draw.choice((dtype, single)), norm, 0,
                                   {"memory_efficient": True}))  # fmt: skip
     for dtype, z in mixes:
