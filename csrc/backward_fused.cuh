@@ -1,6 +1,7 @@
 // Backward's strategy "fused": persistent blocks walk over rows. norm_backward.cu has the formulas.
 #pragma once
 
+#include <climits>
 #include <cstddef>
 
 #include "activation.cuh"
@@ -82,7 +83,7 @@ struct RowRing {
   // x, grad_output, grad_residual_out, and what the gate multiplies
   static constexpr int kTensors = kHasGate<Fused> ? 4 : kAdds<Fused> ? 3 : 2;
   static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
-  static constexpr bool kAligned = kVecBytes % 16 == 0;  // rows begin at multiples of 16 bytes
+  static constexpr bool kAligned = kVecBytes % 8 == 0;  // rows are made of whole 16 bytes
   static_assert(kAligned || !kAdds<Fused>, "whole rows");
   // Bytes of a row, its place and an overhang included
   static constexpr int pitch_of(int tensor) {
@@ -151,9 +152,11 @@ struct RowRing {
     }
   }
 
-  // The whole task of the warp that asks: stage after stage, as the readers are done with what was there. Each lane has
-  // its copies to ask for: one lane alone would take longer to work out the addresses of short rows than they to come.
-  __device__ void ask_for_all(const NormBackwardParams& params, const Fused& fused, const Slice& slice) {
+  // The task of a warp that asks: stage after stage, as the readers are done with what was there, for the block's rows
+  // from `first_row` on, of `turns` turns. Each lane has its copies to ask for: one lane alone would take longer to
+  // work out the addresses of short rows than they to come.
+  __device__ void ask_for(const NormBackwardParams& params, const Fused& fused, const Slice& slice, int first_row,
+                          int turns) {
     if constexpr (kBulk) {
       const int lane = threadIdx.x % 32;
       // Which tensor: x, grad_output, grad_residual_out, what the gate multiplies, or none
@@ -206,10 +209,11 @@ struct RowRing {
             mean_tail[share] = __ldg(static_cast<const float*>(params.mean_tail) + of_row);
         }
       };
-      load_statistics(slice.first_row);
+      load_statistics(first_row);
       constexpr bool kPaced = kIsPaced<scalar_t, Plan>;
       Pace<kPaced ? round_up_to(kPaceBytes / kStageBytes, 1) : 0> pace(depth);
-      for (int row = slice.first_row; row < row_count; row += slice.row_step) {
+#pragma unroll 1
+      for (int row = first_row; row < row_count && turns > 0; row += slice.row_step, --turns) {
         const int count = min(kRows, row_count - row);
         const int copies = row_bytes == 0 || !asks ? 0 : dense ? 1 : count;
         const unsigned bytes = dense ? count * row_bytes : row_bytes;
@@ -256,7 +260,7 @@ struct RowRing {
           if (sizeof(scalar_t) == 4 && for_x)
             store_shared_element(mean_tails() + 4 * (stage * kRows + group), mean_tail[share]);
         }
-        load_statistics(row + slice.row_step);
+        if (turns > 1) load_statistics(row + slice.row_step);
         // f(where the copy goes, the row or rows in memory, bytes before these that are copied as well, bytes in all)
         const auto for_each_copy = [&](auto&& f) {
 #pragma unroll 1
@@ -285,6 +289,21 @@ struct RowRing {
       }
       __syncwarp();
     }
+  }
+
+  // Where every warp reads they ask in turns, each for one turn's rows at the start of its turn: for those that come
+  // into the stage whose rows were finished in the turn before, and which the other warps have left by now, or will
+  // soon.
+  static constexpr int kLag = 2;
+  __device__ void ask_ahead(const NormBackwardParams& params, const Fused& fused, const Slice& slice, int first_row) {
+    RowRing ring = *this;
+    if (stage >= kLag) {
+      ring.stage -= kLag;
+      ring.parity ^= 1;
+    } else {
+      ring.stage += depth - kLag;
+    }
+    ring.ask_for(params, fused, slice, first_row + (depth - kLag) * slice.row_step, 1);
   }
 
   // Each thread brings its own vectors of row `row` into stage `into`; a group of copies even where there is no such
@@ -547,8 +566,9 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   constexpr int kSums = kHasGate<Fused> ? 3 : 2;
   acc_t column_sums[kSums][kVecs][kVec];
   auto &grad_weight = column_sums[0], &grad_bias = column_sums[1];
-  if (kByWarp ? warp >= kThreads * kRows / 32 : threadIdx.x >= kThreads * kRows) {
-    ring.ask_for_all(params, fused, slice);
+  constexpr int kReaders = kThreads * kRows;
+  if (Plan::kHasAsker && (kByWarp ? warp >= kReaders / 32 : threadIdx.x >= kReaders)) {
+    ring.ask_for(params, fused, slice, slice.first_row, INT_MAX);
   } else {
     acc_t weight[kVecs][kVec];
     [[maybe_unused]] acc_t bias[kNeedsBias<Fused> ? kVecs : 1][kVec], gate[kHasGate<Fused> ? kVecs : 1][kVec];
@@ -853,6 +873,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       // would have to be fenced from the copy engine in every turn (H200, bf16, N = 4096, nothing applied: 246 us, for
       // 209).
       unsigned turn = 0;
+      [[maybe_unused]] int asks_in = warp;  // turns until this warp asks
+      if (!Plan::kHasAsker && warp == 0) Ring(ring).ask_for(params, fused, slice, slice.first_row, depth - Ring::kLag);
       [[maybe_unused]] const auto kept_at = [&](unsigned of_turn, int v) {
         return shared_address(ring_memory) + depth * Ring::kStageBytes + threadIdx.x * 16 +
                (of_turn % 2 * kVecs + v) * (kThreads * kRows * kVec * static_cast<int>(sizeof(acc_t)));
@@ -876,6 +898,13 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
       };
 #pragma unroll 1
       for (; row < rows; row += slice.row_step, ++turn) {
+        if constexpr (!Plan::kHasAsker) {
+          if (asks_in == 0) {
+            ring.ask_ahead(params, fused, slice, row - group);
+            asks_in = kReaders / 32;
+          }
+          --asks_in;
+        }
         ring.wait_full();
         const auto entry = ring.entry(params, ring.stage, row, group);
         exchange.share(turn, add_up(

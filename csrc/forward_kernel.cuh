@@ -150,31 +150,22 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
     z[v] = pack<scalar_t>(values);
     if (stage.residual_out) store_raw(residual_out + v * kStep, z[v]);
   };
-  // A branch for each: side by side, random numbers or gates of six vectors take more registers than there are
-  const auto one_by_one = [&](auto&& f) {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v)
-      if (is_there(v, false)) f(v);
-  };
   if (stage.dropout.philox) {
     const RowDropout<acc_t> dropout(stage.dropout, row);
-    one_by_one([&](int v) { sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); }); });
+    // A branch for each: side by side, random numbers take more registers than there are
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
   } else if (stage.gate) {
-    const auto multiply_and_sum = [&](int v) {
+    held.for_each([&](int v, auto whole) {
+      if (!is_there(v, whole)) return;
       sum(v, [&](acc_t(&values)[kVec], int) {
         acc_t factor[kVec];
         unpack(load_vec<x_t, kVec>(gate + v * kStep), factor);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], factor[i]);
       });
-    };
-    if constexpr (kVecs > 4) {
-      one_by_one(multiply_and_sum);
-    } else {
-      held.for_each([&](int v, auto whole) {
-        if (is_there(v, whole)) multiply_and_sum(v);
-      });
-    }
+    });
   } else {
     held.for_each([&](int v, auto whole) {
       if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
@@ -282,16 +273,16 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
   // Kept, or their addresses are worked out anew for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
-  // Said anew, for loads that are not of constant memory: these stay behind the stores before them (load_parameter)
-  if constexpr (kHasAfter<Fused>) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
+  // Loads that are not of constant memory stay behind the stores before them (load_parameter); said anew for them. Of
+  // rows in turns those by four vectors would spill otherwise.
+  constexpr bool kOrdered = kHasAfter<Fused> || (kInTurns<scalar_t, weight_t, Plan, kEager, Fused> && kVecs == 4);
+  if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
   if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
-    return load_parameter<kVec, kHasAfter<Fused>>(weight, count, given,
-                                                  one_vec<std::decay_t<decltype(*weight)>, kVec>());
+    return load_parameter<kVec, kOrdered>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
   const auto bias_vec = [&](const auto* bias, int count) {
-    return load_parameter<kVec, kHasAfter<Fused>>(bias, count, params.bias,
-                                                  zero_vec<std::decay_t<decltype(*bias)>, kVec>());
+    return load_parameter<kVec, kOrdered>(bias, count, params.bias, zero_vec<std::decay_t<decltype(*bias)>, kVec>());
   };
   RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
   if constexpr (kEager) {
@@ -423,7 +414,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   // Store: backwards, as the last tile is still in registers
   if constexpr (kWidenAnew<Plan>) forget(raw);
   const int64_t y_row = row * params.hidden_size + slice_col;
-  const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
+  // Added to every weight where memory leaves time for it, as -0 where there is none, which changes no weight
+  constexpr bool kAddsOffset = kWhole && !kHasAfter<Fused>;
+  const acc_t weight_offset =
+      params.weight && params.weight_offset != 0 ? static_cast<acc_t>(params.weight_offset) : acc_t(-0.0);
   const bool same_dtype = kIsFused<Fused> || params.y_dtype == dtype_of<x_t>;
   const auto after = [&] {
     if constexpr (kHasAfter<Fused>)
@@ -437,7 +431,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     const Held held(left, own);
     if (tile != last_tile) load(tile);
     x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
-    // `plain`: y of x's type, no weight_offset; where something comes after, a weight
+    // `plain`: y of x's type and, without kAddsOffset, no weight_offset; where something comes after, a weight
     const auto store = [&](const auto* weight, const auto* bias, auto plain) {
       [[maybe_unused]] unsigned place = 0;
       if constexpr (kStaged) {
@@ -473,7 +467,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
             unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
             unpack(bias_vec(bias + tile + skip, has), offset);
           }
-          if (kEager ? weight_offset != 0 : !plain) {
+          if (kEager ? weight_offset != 0 : !plain || kAddsOffset) {
 #pragma unroll
             for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
           }
@@ -500,8 +494,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
-      // An Add leaves time for an addition of 0, and halves its code by it
-      if (kEager || (!kAdds<Fused> && same_dtype && weight_offset == 0 && (!kHasAfter<Fused> || params.weight))) {
+      // An Add leaves time for questions, and halves its code by it
+      if (kEager || (!kAdds<Fused> && same_dtype &&
+                     (kAddsOffset || (weight_offset == 0 && (!kHasAfter<Fused> || params.weight))))) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});

@@ -201,6 +201,10 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
   } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
     threads = 768;
   }
+  // A row's six gates side by side (bf16, gate and 8 segments, least us): 768 276 became 265, 1152 280 273, 1536 281
+  // 266, 2304 286 270, 3072 287 268; without gate within 1%, but 2304 with dropout 267 became 271. By plans of four
+  // vectors 1152 took 324; each gate asked for one ahead 279.
+  if (adds && whole && Plan::kVecs == 6) threads = 640;
   // 768 would spill; by as little as it did they took as long, within 3%
   if (drops_y && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
@@ -224,10 +228,13 @@ constexpr bool kMayBeEager =
 //   N = 1024  136 142 150 162 169;  136 141 144 154 155;  136 143 144 146 146;  136 145 145 147 149
 //   N = 1152  153 163 170 178 188;  142 164 181 175 180;  144 162 162 165 169;  145 163 164 165 168
 //   N = 4096  135 145 155 174 184;  140 147 152 168 170;  140 151 151 162 167;  140 154 156 165 168
-// At 4096 all but the first spilled, which cost rows without segments 4%: such plans take one row. What did not help (N
-// = 4096): the weight asked for together with x, within 1 us for 1 to 64 segments; asked for 2048 rows ahead as well,
-// what 8 segments cost more than 1 stayed 10 us (and working that out before the loads of x took 18 us more); two and
-// four rows side by side in a block, 4 to 11 us slower with 8 segments.
+// At 4096 all but the first spilled, which cost rows without segments 4%: such plans take one row. (With loads that
+// keep to their places nothing spills, and it is slower: 128 segments, one row / four, 2048 141 147, 4096 142 154, 8192
+// 147 162.) With 1 + scale, adding weight_offset to every weight is better than to ask about it, 8 / 128 segments: 1152
+// 145 / 151 became 140 / 142, 2048 141 / 171 134 / 143, 4096 144 / 175 135 / 144, 8192 147 / 180 140 / 148; one segment
+// and no offset within 1%. What did not help (N = 4096): the weight asked for together with x, within 1 us for 1 to 64
+// segments; asked for 2048 rows ahead as well, what 8 segments cost more than 1 stayed 10 us (and working that out
+// before the loads of x took 18 us more); two and four rows side by side in a block, 4 to 11 us slower with 8 segments.
 constexpr int kSegmentTurns = 4;
 constexpr int64_t kSegmentTurnsThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
@@ -296,9 +303,12 @@ template <int threads, int vecs, int vec, int rows, int blocks_per_sm, int max_c
 struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kRows = rows;
   static constexpr int kBlocksPerSm = blocks_per_sm;
+  // No warp that fetches beside 16 that have rows, which leave each thread 128 registers: these take turns to.
+  static constexpr bool kHasAsker = !(threads * rows == 512 && vec == 8);
   // Finish a row only when the next one is added up: where the sums come from other blocks, where one row is all the
-  // block has to do, and where a thread holds so many columns that the row does not fit beside their sums.
-  static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32);
+  // block has to do, where a thread holds so many columns that the row does not fit beside their sums, and where the
+  // warp that asks has rows to wait for.
+  static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32) || !kHasAsker;
 };
 
 // Whether blocks of backward wait for the mean of all (pace.cuh): where the recorded benchmark gained by it (H200,
@@ -404,6 +414,18 @@ struct FromYLadder<float> : AddGradLadder<float> {};
 // dropout 7% where the others gained up to 10%, as those of two vectors at once hide each other's latency; two strands
 // of sums, which help activations, cost it 4% at 1024, and fp16 spills.
 //
+// Above 3072 columns (AfterGrad) 16 warps have rows, and ask in turns, not 12 and one that asks (ncu, gelu: an
+// instruction issued in 68 of 100 cycles at 4096, 65 at 8192), and clusters are half as large. Least us of 30 on
+// another card, by 128 x 2 R3 and by 256 x 2 R2, relu / gelu / silu / dropout of y: 3584 219 249 231 245; 207 235 222
+// 232; 4096 204 227 217 224; 201 220 210 215; 8192 222 255 237 249; 209 239 228 233; 12288 250 298 277 290; 229 266 254
+// 258; 16384 222 259 240 253; 225 259 247 253. What did not help (4096): to ask in the middle of a turn 221 239 234
+// 233, or at its end 232 251 246 245; who leaves a stage last asks 254 270 261 261; statistics that are copied, so that
+// nobody waits for them, 198 226 214 219 (8192 208 241 228 238). Shorter rows without a warp that asks, each row in
+// registers, six turns ahead: 1024 64 x 2 R8 215 209 205 208 (by R7 193 214 203 214); 2048 128 x 2 R4 208 221 216 217
+// (by R3 197 217 215 221). Nor with an add stage, without dropout / with: 3072 256 / 325 (256 / 332), 4096 262 / 344
+// (256 / 339), 8192 265 / 348 (262 / 331). 1152 columns by 96 x 3 vectors of four elements, which they fill, R5, 199
+// 227 219 279, by 96 x 2 of eight 199 245 231 252.
+//
 // fp32, relu / gelu / silu / dropout of y (plain 197 to 205): 256 32 x 2 R14 203 / 207 / 205 / 206, R9 B2 210 / 210 /
 // 211 / 213, R7 B3 (which spilled) 219 / 222 / 231 / 228; 512 64 x 2 R6 200 / 210 / 200 / 201, R8 205 / 201 / 202 /
 // 205; 1024 128 x 2 R4 200 / 199 / 200 / 203, 64 x 4 R4 201 / 220 / 202 / 202; 1152 128 x 3 R3 198 / 253 / 200 / 217,
@@ -412,16 +434,28 @@ struct FromYLadder<float> : AddGradLadder<float> {};
 // 205 / 228 / 207 / 207, 128 x 2 R3 C4 219 / 268 / 227 / 238.
 template <typename scalar_t>
 struct AfterGradLadder {
+  using type =
+      Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
+             BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 3, 4, 5, 1>, BackwardPlan<96, 2, 8, 5, 1>,
+             BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>,
+             BackwardPlan<256, 2, 8, 2, 1>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
+};
+// With dropout, whose random numbers come by eights: 1152 columns 279 us by four elements, 252 by eight.
+template <typename scalar_t>
+struct DropGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
                       BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>,
-                      BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<128, 2, 8, 3, 1, 2>,
-                      BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<128, 2, 8, 3, 1, 16>>;
+                      BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<256, 2, 8, 2, 1>,
+                      BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
 };
 template <>
 struct AfterGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>,
                       BackwardPlan<128, 3, 4, 3, 1>, BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
+
+template <>
+struct DropGradLadder<float> : AfterGradLadder<float> {};
 
 // With a gate, whose gradient is a third sum along the columns. H200, bf16, x of 256 MiB, 8 segments, us (the plain
 // pass over four inputs and two outputs 374): N = 256 32 x 1 R7 B2 391, R14 402, B3 437; 512 32 x 2 R7 403, R11 418, R5
@@ -478,10 +512,11 @@ constexpr bool kClustersAreShared =
     clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
 static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
               kClustersAreShared<AddGradLadder> && kClustersAreShared<FromYLadder> &&
-              kClustersAreShared<AfterGradLadder> && kClustersAreShared<GateGradLadder>);
+              kClustersAreShared<AfterGradLadder> && kClustersAreShared<DropGradLadder> &&
+              kClustersAreShared<GateGradLadder>);
 
 template <typename Plan>
-constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + 32;
+constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasAsker ? 32 : 0);
 
 // The fused kernels count rows in 32 bits, with room to look some turns ahead: registers are short. More rows, which
 // have few columns, are for the split strategy.

@@ -38,7 +38,7 @@ cudaError_t dispatch_stage(const NormBackwardParams& params, DType x, F&& f) {
           kHasAfter<Stage<x_t>>, AfterGradLadder<scalar_t>,
           std::conditional_t<kHasGate<Stage<x_t>>, GateGradLadder<scalar_t>,
                              std::conditional_t<kIsFromY<Stage<x_t>>, FromYLadder<scalar_t>, AddGradLadder<scalar_t>>>>;
-      return dispatch_plan<LadderOf>(params.hidden_size, facts.max_cluster, [&](auto plan) {
+      const auto launch_plan = [&](auto plan) {
         using Plan = decltype(plan);
         const int64_t vec_count = params.hidden_size / Plan::kVec;
         const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
@@ -48,7 +48,12 @@ cudaError_t dispatch_stage(const NormBackwardParams& params, DType x, F&& f) {
         if (error != cudaSuccess) return error;
         if (residence.clusters == 0) return cudaErrorNotSupported;
         return f(types, plan, FusedLaunch{cluster, residence.depth, running_clusters<Plan>(params, residence)});
-      });
+      };
+      if constexpr (kHasAfter<Stage<x_t>>) {
+        if (params.after && params.after->dropout.philox)
+          return dispatch_plan<DropGradLadder<scalar_t>>(params.hidden_size, facts.max_cluster, launch_plan);
+      }
+      return dispatch_plan<LadderOf>(params.hidden_size, facts.max_cluster, launch_plan);
     }
   });
 }

@@ -852,10 +852,14 @@ def activates(device, op, activation, dtype, hidden_size):
     truth = ACTIVATIONS[activation](reference.norm(*wide, (hidden_size,), case.eps, 0.0, op == "rms_norm", None))
     truths = [truth, *torch.autograd.grad(truth, wide, inputs.grad_output.double())]
     eps = torch.finfo(dtype).eps if dtype != fp64 else 1e-12
-    for norm in (
-        lambda x, *parameters: OPS[op](x, *parameters, case.eps, activation=activation),
-        lambda x, *parameters: ADD_OPS[op](x, None, *parameters, case.eps, activation=activation)[0],
-    ):
+
+    def plain(x, *parameters):
+        return OPS[op](x, *parameters, case.eps, activation=activation)
+
+    def added(x, *parameters):
+        return ADD_OPS[op](x, None, *parameters, case.eps, activation=activation)[0]
+
+    for norm in (plain, added):
         leaves = [t.detach().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
         y = norm(*leaves)
         assert y.dtype == dtype
@@ -864,23 +868,26 @@ def activates(device, op, activation, dtype, hidden_size):
         ):
             # of fp32, whose functions are some units off
             rtol, unit = (16 * eps if dtype == fp32 else eps), (4e-6 if dtype != fp64 else eps)
-            # Where backward's kernel has no such stage the norm's gradient is rounded to 16 bits, as PyTorch's is
+            # Where backward's kernel has no such stage the norm's gradient is rounded to 16 bits, as PyTorch's is;
+            # where it has one, derivatives are 3e-6 off
             if dtype in (bf16, fp16) and device == "cuda" and i > 0:
-                unit = eps
+                unit = 4e-5 if norm is plain and hidden_size % 8 == 0 else eps
             torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
 
-@on_devices("op,dtype,given,rows,hidden_size", [
-    (op, dtype, given, 23, n) for op in OPS for dtype in (bf16, fp16, fp32)
-    for given in ("nothing", "weight", "weight_offset", "fp32")
+@on_devices("op,dtype,activation,p,given,rows,hidden_size", [
+    ([*OPS][n // 8 % 2], dtype, activation, 0.3, given, 23, n) for dtype in (bf16, fp16, fp32)
+    for activation in (None, *ACTIVATIONS) for given in ("nothing", "weight", "weight_offset", "fp32")
     for n in (8, 264, 520, 768, 1000, 1152, 1280, 1544, 1800, 2312, 2560, 2568, 3080, 3584, 4104, 5120, 6152, 8200,
               16384)
 ] + [  # many turns
-    (op, dtype, "weight_offset", rows, n) for op in OPS for dtype in (bf16, fp32)
-    for rows, n in ((20_000, 256), (9000, 512), (7000, 768), (9000, 1024), (5000, 1152), (5000, 1536), (5000, 2048),
-                    (3001, 2560), (3001, 3072), (3001, 4096), (2001, 6144), (1501, 8192), (701, 16384))
+    (op, dtype, activation, p, "weight_offset", rows, n) for op in OPS for dtype in (bf16, fp32)
+    for activation, p in (("gelu", 0.0), ("silu", 0.3))
+    for rows, n in ((20_000, 256), (9000, 512), (7000, 768), (9000, 1024), (12_000, 1056), (12_000, 1152), (5000, 1536),
+                    (5000, 2048), (3001, 2560), (3001, 3072), (5001, 3592), (9001, 4096), (2001, 6144), (5001, 8192),
+                    (2501, 12288), (2501, 16384), (601, 65536))
 ], devices=("cuda",))  # fmt: skip
-def test_activation_and_dropout_of_many_sizes(device, op, dtype, given, rows, hidden_size):
+def test_activation_and_dropout_of_many_sizes(device, op, dtype, activation, p, given, rows, hidden_size):
     """what is kept of an activation of the norm, scaled, with and without weight, bias, weight_offset: against fp64"""
     case, shape = Case((rows, hidden_size), op=op, dtype=dtype), (hidden_size,)
     inputs, offset = make_inputs(case, device), 1.0 if given == "weight_offset" else 0.0
@@ -890,24 +897,28 @@ def test_activation_and_dropout_of_many_sizes(device, op, dtype, given, rows, hi
     for name in ("weight", "bias") if given == "nothing" else ("bias",) if given == "weight" else ():
         del leaves[name]
     leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
-    activation = [None, *ACTIVATIONS][(hidden_size // 8 + len(given)) % 5]
-    options = {"normalized_shape": shape, "weight_offset": offset, "activation": activation, "dropout_p": 0.3}
+    options = {"normalized_shape": shape, "weight_offset": offset, "activation": activation, "dropout_p": p}
     torch.manual_seed(rows + hidden_size)
     y = OPS[op](**leaves, eps=case.eps, **options)
-    torch.manual_seed(rows + hidden_size)
-    kept = _ops.dropout_mask(functional._draw_philox(inputs.x), rows, hidden_size, options["dropout_p"])
+    kept = torch.ones_like(y, dtype=torch.bool)
+    if p > 0:
+        torch.manual_seed(rows + hidden_size)
+        kept = _ops.dropout_mask(functional._draw_philox(inputs.x), rows, hidden_size, p)
     assert not y[~kept].any()
-    assert abs(kept.double().mean() - 0.7) < 6 * math.sqrt(0.21 / kept.numel())
+    assert abs(kept.double().mean() - (1 - p)) <= 6 * math.sqrt(p * (1 - p) / kept.numel())
     wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
     norm = reference.norm(
         wide["x"], wide.get("weight"), wide.get("bias"), shape, case.eps, offset, op == "rms_norm", None
     )
-    truth = (ACTIVATIONS[activation](norm) if activation else norm) * kept / 0.7
-    gradients = torch.autograd.grad(y, leaves.values(), inputs.grad_output)
-    truths = torch.autograd.grad(truth, wide.values(), inputs.grad_output.double())
+    truth = (ACTIVATIONS[activation](norm) if activation else norm) * kept / (1 - p)
+    grad_output = inputs.grad_output
+    if activation == "relu":  # where float32 may not know the sign of the norm nothing is asked
+        grad_output = grad_output * (norm.abs() > 1e-5)
+    gradients = torch.autograd.grad(y, leaves.values(), grad_output)
+    truths = torch.autograd.grad(truth, wide.values(), grad_output.double())
     eps = torch.finfo(dtype).eps
     for i, (found, wanted) in enumerate(zip((y, *gradients), (truth, *truths), strict=True)):
-        unit = eps if dtype != fp32 and i > 0 else 4e-6  # as in activates()
+        unit = 4e-5 if dtype != fp32 and i > 0 else 4e-6  # as in activates(): backward's kernel has the stage
         rtol = 16 * eps if dtype == fp32 else eps
         torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
