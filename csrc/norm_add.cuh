@@ -36,6 +36,11 @@ cudaError_t launch_add_grad(const NormBackwardParams& params, const void* grad_n
 int64_t after_forward_workspace(const NormForwardParams& params);
 cudaError_t launch_after_forward(const NormForwardParams& params, cudaStream_t stream);
 
+// norm_after_*.cu: by the norm's kernel, for x of one type that it has the stage for. A file each, as these take longer
+// to compile than any other.
+template <typename scalar_t>
+cudaError_t launch_after(const NormForwardParams& params, cudaStream_t stream);
+
 // norm_add_backward.cu; of params.add or params.after
 int64_t fused_backward_workspace(const NormBackwardParams& params);
 cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream);

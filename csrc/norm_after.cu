@@ -6,8 +6,6 @@
 #include "add_rows.cuh"
 #include "dispatch.cuh"
 #include "elementwise.cuh"
-#include "forward_kernel.cuh"
-#include "forward_rows.cuh"
 #include "launch_plan.h"
 #include "norm_add.cuh"
 #include "norm_params.h"
@@ -125,12 +123,8 @@ int64_t after_forward_workspace(const NormForwardParams& params) {
 
 cudaError_t launch_after_forward(const NormForwardParams& params, cudaStream_t stream) {
   if (params.segments > 1) return cudaErrorInvalidValue;
-  const cudaError_t launched = dispatch_after(params, [&](auto type) {
-    using scalar_t = decltype(type);
-    if (params.after->dropout.philox)
-      return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t, true>{*params.after}, stream);
-    return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t, false>{*params.after}, stream);
-  });
+  const cudaError_t launched =
+      dispatch_after(params, [&](auto type) { return launch_after<decltype(type)>(params, stream); });
   if (launched != cudaErrorNotSupported) return launched;
   const NormForwardParams norm = only_norm(params);
   const cudaError_t error = static_cast<cudaError_t>(launch_norm_forward_cuda(norm, stream));

@@ -1,0 +1,17 @@
+// launch_after() of norm_add.cuh, for the files that make it for one type each.
+#pragma once
+
+#include "forward_kernel.cuh"
+#include "norm_add.cuh"
+
+namespace fused_layernorm {
+
+template <typename scalar_t>
+cudaError_t launch_after(const NormForwardParams& params, cudaStream_t stream) {
+  const AfterNorm& after = *params.after;
+  if (after.dropout.philox)
+    return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t, true>{after}, stream);
+  return launch_fused_forward<scalar_t, scalar_t>(params, After<scalar_t, false>{after}, stream);
+}
+
+}  // namespace fused_layernorm
