@@ -905,7 +905,7 @@ def test_activation_and_dropout_of_many_sizes(device, op, dtype, activation, p, 
         torch.manual_seed(rows + hidden_size)
         kept = _ops.dropout_mask(functional._draw_philox(inputs.x), rows, hidden_size, p)
     assert not y[~kept].any()
-    assert abs(kept.double().mean() - (1 - p)) <= 6 * math.sqrt(p * (1 - p) / kept.numel())
+    assert p == 0 or abs(kept.double().mean() - (1 - p)) < 6 * math.sqrt(p * (1 - p) / kept.numel())
     wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
     norm = reference.norm(
         wide["x"], wide.get("weight"), wide.get("bias"), shape, case.eps, offset, op == "rms_norm", None
