@@ -827,6 +827,9 @@ def test_frozen_statistics_every_way(device, op):
 
 # ---- activation ------------------------------------------------------------------------------------------------------
 
+# Where backward's kernel has the stage for what came after the norm: derivatives are 3e-6 off, which is multiplied by
+# grad_output * weight / (1 - p), of numbers here that 13 times 1 + the largest result is more than
+OFF_BY_SLOPES = 4e-5
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"), "silu": F.silu}
 
 
@@ -868,15 +871,14 @@ def activates(device, op, activation, dtype, hidden_size):
         ):
             # of fp32, whose functions are some units off
             rtol, unit = (16 * eps if dtype == fp32 else eps), (4e-6 if dtype != fp64 else eps)
-            # Where backward's kernel has no such stage the norm's gradient is rounded to 16 bits, as PyTorch's is;
-            # where it has one, derivatives are 3e-6 off
+            # Where backward's kernel has no such stage the norm's gradient is rounded to 16 bits, as PyTorch's is
             if dtype in (bf16, fp16) and device == "cuda" and i > 0:
-                unit = 4e-5 if norm is plain and hidden_size % 8 == 0 else eps
+                unit = OFF_BY_SLOPES if norm is plain and hidden_size % 8 == 0 else eps
             torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
 
 @on_devices("op,dtype,activation,p,given,rows,hidden_size", [
-    ([*OPS][n // 8 % 2], dtype, activation, 0.3, given, 23, n) for dtype in (bf16, fp16, fp32)
+    (op, dtype, activation, 0.3, given, 23, n) for op in OPS for dtype in (bf16, fp16, fp32)
     for activation in (None, *ACTIVATIONS) for given in ("nothing", "weight", "weight_offset", "fp32")
     for n in (8, 264, 520, 768, 1000, 1152, 1280, 1544, 1800, 2312, 2560, 2568, 3080, 3584, 4104, 5120, 6152, 8200,
               16384)
@@ -918,7 +920,7 @@ def test_activation_and_dropout_of_many_sizes(device, op, dtype, activation, p, 
     truths = torch.autograd.grad(truth, wide.values(), grad_output.double())
     eps = torch.finfo(dtype).eps
     for i, (found, wanted) in enumerate(zip((y, *gradients), (truth, *truths), strict=True)):
-        unit = 4e-5 if dtype != fp32 and i > 0 else 4e-6  # as in activates(): backward's kernel has the stage
+        unit = OFF_BY_SLOPES if dtype != fp32 and i > 0 else 4e-6
         rtol = 16 * eps if dtype == fp32 else eps
         torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
