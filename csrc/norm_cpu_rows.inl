@@ -141,6 +141,8 @@ FLN_INLINE void store(to_t* to, int count, Vec<acc_t> value) {
   for (int k = 0; k < count; ++k) to[k] = stored[k];
 }
 
+#include "activation_cpu.inl"
+
 // ---- sweeps: every loop over columns --------------------------------------------------------------------------------
 
 // A sum over columns: independent accumulators hide the latency of additions, and keep the terms of each few.
@@ -272,14 +274,14 @@ struct GradInputSweep {
   RowStats<acc_t> stats;
   const grad_t* next_grad_output;
   const x_t* next_x;
-  acc_t c1, c2;
+  acc_t c1, c2, rstd;
 
   FLN_INLINE void step(int count, int64_t col, int) {
     FLN_PREFETCH(next_grad_output + col);
     FLN_PREFETCH(next_x + col);
     const Vec<acc_t> wdy = load<acc_t>(grad_output + col, count) * load<acc_t>(weight + col, count);
     const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
-    store<acc_t>(grad_input + col, count, (wdy - x_hat * c1 - c2) * stats.rstd);
+    store<acc_t>(grad_input + col, count, (wdy - x_hat * c1 - c2) * rstd);
   }
 };
 
@@ -318,11 +320,13 @@ template <class acc_t, class x_t, class residual_t, class z_t>
 struct AddSweep {
   const x_t* x;
   const residual_t* residual;  // or null
+  const acc_t* gate;           // or null: 1
   const acc_t* scales;         // or null: no dropout
   z_t* z;
 
   FLN_INLINE void step(int count, int64_t col, int) {
     Vec<acc_t> value = load<acc_t>(x + col, count);
+    if (gate) value *= load<acc_t>(gate + col, count);
     if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
     if (residual) value += load<acc_t>(residual + col, count);
     store<acc_t>(z + col, count, value);
@@ -333,7 +337,10 @@ template <class acc_t, class x_t, class residual_t, class z_t>
 struct AddGradSweep {
   const acc_t* grad_norm;        // the gradient of z without that of residual_out
   const z_t* grad_residual_out;  // or null
+  const acc_t* gate;             // or null: 1
+  const x_t* x;                  // with gate: forward's
   const acc_t* scales;           // or null: no dropout
+  acc_t* gate_partial;           // or null
   residual_t* grad_residual;     // or null
   x_t* grad_input;               // or null
 
@@ -341,8 +348,59 @@ struct AddGradSweep {
     Vec<acc_t> value = load<acc_t>(grad_norm + col, count);
     if (grad_residual_out) value += load<acc_t>(grad_residual_out + col, count);
     if (grad_residual) store<acc_t>(grad_residual + col, count, value);
+    if (gate_partial)
+      store<acc_t>(gate_partial + col, count,
+                   load<acc_t>(gate_partial + col, count) + value * load<acc_t>(x + col, count));
+    if (gate) value *= load<acc_t>(gate + col, count);
     if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
     if (grad_input) store<acc_t>(grad_input + col, count, value);
+  }
+};
+
+template <Activation activation, class acc_t, class y_t>
+struct AfterSweep {
+  const acc_t* norm;
+  const acc_t* scales;  // or null: no dropout
+  y_t* y;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    Vec<acc_t> value = activated<activation, acc_t>(load<acc_t>(norm + col, count));
+    if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
+    store<acc_t>(y + col, count, value);
+  }
+};
+
+template <Activation activation, class acc_t, class x_t>
+struct AfterGradSweep {
+  const x_t* grad_output;
+  const x_t* x;
+  const acc_t* weight;
+  const acc_t* bias;
+  const acc_t* scales;  // or null: no dropout
+  RowStats<acc_t> stats;
+  acc_t* grad;  // of the norm
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    Vec<acc_t> value = load<acc_t>(grad_output + col, count);
+    if constexpr (activation != Activation::kNone) {
+      const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
+      value *= slope<activation, acc_t>(x_hat * load<acc_t>(weight + col, count) + load<acc_t>(bias + col, count));
+    }
+    if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
+    store<acc_t>(grad + col, count, value);
+  }
+};
+
+template <class acc_t, class y_t>
+struct RecoverSweep {
+  const y_t* y;
+  const acc_t* weight;
+  const acc_t* bias;
+  acc_t* x_hat;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    store<acc_t>(x_hat + col, count,
+                 (load<acc_t>(y + col, count) - load<acc_t>(bias + col, count)) / load<acc_t>(weight + col, count, 1));
   }
 };
 
@@ -381,8 +439,10 @@ FLN_INLINE const x_t* row_at(const void* base, const RowStrides& strides, int64_
   return static_cast<const x_t*>(base) + strides.offset(row);
 }
 
+// The norm goes to rows of params.y, or, where `y_row` is given, there, row after row.
 template <class x_t, class y_t>
-void forward_rows(const NormForwardParams& params, const void* weight, const void* bias, int64_t begin, int64_t end) {
+void forward_rows(const NormForwardParams& params, const void* weight, const void* bias, int64_t begin, int64_t end,
+                  void* y_row) {
   using acc_t = AccOf<x_t>;
   const int64_t n = params.hidden_size;
   for (int64_t row = begin; row < end; ++row) {
@@ -404,7 +464,8 @@ void forward_rows(const NormForwardParams& params, const void* weight, const voi
     if (params.mean_tail) static_cast<acc_t*>(params.mean_tail)[row] = static_cast<acc_t>(tail);
 
     NormalizeSweep<acc_t, x_t, y_t> normalize{x, static_cast<const acc_t*>(weight), static_cast<const acc_t*>(bias),
-                                              static_cast<y_t*>(params.y) + row * n, stats};
+                                              static_cast<y_t*>(y_row ? y_row : params.y) + (y_row ? 0 : row * n),
+                                              stats};
     sweep_columns<acc_t>(normalize, 0, n);
   }
 }
@@ -431,7 +492,7 @@ void backward_rows(const NormBackwardParams& params, const void* weight, void* g
     const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
     const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
     const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
-    const RowStats<acc_t> stats{mean, rstd, tail * rstd};
+    const RowStats<acc_t> stats{mean, params.x_is_y ? 1 : rstd, tail * rstd};  // of x_hat recovered from y: its own
     if (grad_weight_partial) {
       GradWeightSweep<acc_t, x_t, grad_t> sweep{grad_output, x, static_cast<acc_t*>(grad_weight_partial), stats};
       sweep_columns<acc_t>(sweep, 0, n);
@@ -452,7 +513,8 @@ void backward_rows(const NormBackwardParams& params, const void* weight, void* g
           row_at<grad_t>(params.grad_output, params.grad_output_strides, next),
           row_at<x_t>(params.x, params.x_strides, next),
           c1,
-          c2};
+          c2,
+          rstd};
       sweep_columns<acc_t>(sweep, 0, n);
     }
   }
@@ -547,29 +609,73 @@ FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int6
 
 // Makes one row of z.
 template <class x_t, class residual_t, class z_t>
-void add_row(const NormForwardParams& params, int64_t row, void* scales_memory) {
+void add_row(const NormForwardParams& params, const void* gate, int64_t row, void* scales_memory) {
   using acc_t = AccOf<x_t>;
   const AddStage& add = *params.add;
   const int64_t n = params.hidden_size;
   AddSweep<acc_t, x_t, residual_t, z_t> sweep{
       row_at<x_t>(params.x, params.x_strides, row),
       add.residual ? row_at<residual_t>(add.residual, add.residual_strides, row) : nullptr,
-      dropout_scales<acc_t>(add.dropout, row, n, scales_memory), static_cast<z_t*>(add.residual_out) + row * n};
+      static_cast<const acc_t*>(gate), dropout_scales<acc_t>(add.dropout, row, n, scales_memory), static_cast<z_t*>(add.residual_out) + row * n};
   sweep_columns<acc_t>(sweep, 0, n);
 }
 
 template <class x_t, class residual_t, class z_t>
-void add_grad_row(const NormBackwardParams& params, int64_t row, const void* grad_norm, void* scales_memory) {
+void add_grad_row(const NormBackwardParams& params, const void* gate, void* grad_gate_partial, int64_t row,
+                  const void* grad_norm, void* scales_memory) {
   using acc_t = AccOf<x_t>;
   const AddGradStage& add = *params.add;
   const int64_t n = params.hidden_size;
   AddGradSweep<acc_t, x_t, residual_t, z_t> sweep{
       static_cast<const acc_t*>(grad_norm),
       add.grad_residual_out ? row_at<z_t>(add.grad_residual_out, add.grad_residual_out_strides, row) : nullptr,
+      static_cast<const acc_t*>(gate),
+      params.gate ? row_at<x_t>(params.gate->x, params.gate->x_strides, row) : nullptr,
       dropout_scales<acc_t>(add.dropout, row, n, scales_memory),
+      static_cast<acc_t*>(grad_gate_partial),
       add.grad_residual ? static_cast<residual_t*>(add.grad_residual) + row * n : nullptr,
       params.grad_input ? static_cast<x_t*>(params.grad_input) + row * n : nullptr};
   sweep_columns<acc_t>(sweep, 0, n);
+}
+
+// ---- after the norm -------------------------------------------------------------------------------------------------
+
+template <Activation activation, class acc_t, class y_t>
+void after_row(const NormForwardParams& params, int64_t row, const void* norm, void* scales_memory) {
+  const int64_t n = params.hidden_size;
+  AfterSweep<activation, acc_t, y_t> sweep{static_cast<const acc_t*>(norm),
+                                           dropout_scales<acc_t>(params.after->dropout, row, n, scales_memory),
+                                           static_cast<y_t*>(params.y) + row * n};
+  sweep_columns<acc_t>(sweep, 0, n);
+}
+
+// Makes one row of the gradient of the norm.
+template <Activation activation, class x_t>
+void after_grad_row(const NormBackwardParams& params, const void* weight, const void* bias, int64_t row, void* grad,
+                    void* scales_memory) {
+  using acc_t = AccOf<x_t>;
+  const int64_t n = params.hidden_size;
+  const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
+  const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
+  const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
+  AfterGradSweep<activation, acc_t, x_t> sweep{row_at<x_t>(params.grad_output, params.grad_output_strides, row),
+                                               row_at<x_t>(params.x, params.x_strides, row),
+                                               static_cast<const acc_t*>(weight),
+                                               static_cast<const acc_t*>(bias),
+                                               dropout_scales<acc_t>(params.after->dropout, row, n, scales_memory),
+                                               {mean, rstd, tail * rstd},
+                                               static_cast<acc_t*>(grad)};
+  sweep_columns<acc_t>(sweep, 0, n);
+}
+
+// Makes one row of x_hat from y.
+template <class y_t>
+void recover_row(const NormBackwardParams& params, const void* weight, const void* bias, int64_t row, void* x_hat,
+                 void*) {
+  using acc_t = AccOf<y_t>;
+  RecoverSweep<acc_t, y_t> sweep{row_at<y_t>(params.x, params.x_strides, row), static_cast<const acc_t*>(weight),
+                                 static_cast<const acc_t*>(bias), static_cast<acc_t*>(x_hat)};
+  sweep_columns<acc_t>(sweep, 0, params.hidden_size);
 }
 
 void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
@@ -627,20 +733,67 @@ ForwardRows forward_rows_of(DType x_dtype, DType y_dtype) {
     default: return rows<double, double, double>;           \
   }
 
-BackwardRows backward_rows_of(DType x_dtype) {
-#define FLN_FUNCTION(x_t) backward_rows<x_t, x_t, x_t>
+// Of rows of 16 bits, or of rows made for them in the accumulation type. x and grad_output are not both such rows.
+template <class half_t>
+BackwardRows backward_rows_of(bool is_x_fp32, bool is_grad_output_fp32, bool is_grad_input_fp32) {
+  if (is_x_fp32) return is_grad_input_fp32 ? backward_rows<float, half_t, float> : backward_rows<float, half_t, half_t>;
+  if (is_grad_output_fp32) return backward_rows<half_t, float, half_t>;
+  return is_grad_input_fp32 ? backward_rows<half_t, half_t, float> : backward_rows<half_t, half_t, half_t>;
+}
+
+BackwardRows backward_rows_of(DType x_dtype, DType grad_output_dtype, DType grad_input_dtype) {
+  if (x_dtype == DType::kFloat64) return backward_rows<double, double, double>;
+  const auto is_any = [&](DType dtype) { return x_dtype == dtype || grad_output_dtype == dtype; };
+  const bool is_x_fp32 = x_dtype == DType::kFloat32, is_grad_output_fp32 = grad_output_dtype == DType::kFloat32;
+  const bool is_grad_input_fp32 = grad_input_dtype == DType::kFloat32;
+  if (is_any(DType::kFloat16))
+    return backward_rows_of<Float16>(is_x_fp32, is_grad_output_fp32, is_grad_input_fp32);
+  if (is_any(DType::kBFloat16))
+    return backward_rows_of<BFloat16>(is_x_fp32, is_grad_output_fp32, is_grad_input_fp32);
+  return backward_rows<float, float, float>;
+}
+
+#define FLN_FOR_ACTIVATION(activation, function)                   \
+  switch (activation) {                                            \
+    case Activation::kRelu: return function(Activation::kRelu);    \
+    case Activation::kGelu: return function(Activation::kGelu);    \
+    case Activation::kGeluTanh: return function(Activation::kGeluTanh); \
+    case Activation::kSilu: return function(Activation::kSilu);    \
+    default: return function(Activation::kNone);                   \
+  }
+
+template <class acc_t, class y_t>
+AfterRow after_row_of(Activation activation) {
+#define FLN_FUNCTION(which) after_row<which, acc_t, y_t>
+  FLN_FOR_ACTIVATION(activation, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+AfterRow after_row_of(bool is_double, DType y_dtype, Activation activation) {
+#define FLN_FUNCTION(y_t) is_double ? after_row_of<double, y_t>(activation) : after_row_of<float, y_t>(activation)
+  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+template <class x_t>
+NormRow after_grad_row_of(Activation activation) {
+#define FLN_FUNCTION(which) after_grad_row<which, x_t>
+  FLN_FOR_ACTIVATION(activation, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+NormRow after_grad_row_of(DType x_dtype, Activation activation) {
+#define FLN_FUNCTION(x_t) after_grad_row_of<x_t>(activation)
   FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
 
-// Before an add stage: gradients in the accumulation type, of a grad_output that may be 16-bit beside fp32 x.
-BackwardRows wide_backward_rows_of(DType x_dtype, DType grad_dtype) {
-  if (x_dtype == DType::kFloat32 && grad_dtype == DType::kFloat16) return backward_rows<float, Float16, float>;
-  if (x_dtype == DType::kFloat32 && grad_dtype == DType::kBFloat16) return backward_rows<float, BFloat16, float>;
-#define FLN_FUNCTION(x_t) backward_rows<x_t, x_t, AccOf<x_t>>
-  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
+NormRow recover_row_of(DType y_dtype) {
+#define FLN_FUNCTION(y_t) recover_row<y_t>
+  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION);
 #undef FLN_FUNCTION
 }
+#undef FLN_FOR_ACTIVATION
 
 // The residual and z are each of x's type or fp32.
 #define FLN_OF_ADD_TYPES(function)                                                                    \
@@ -680,8 +833,8 @@ WidenColumns widen_columns_of(bool is_double, DType from_dtype) {
   return from_dtype == DType::kBFloat16 ? widen_columns<float, BFloat16> : widen_columns<float, float>;
 }
 
-const Kernels kernels = {forward_rows_of, backward_rows_of, wide_backward_rows_of, add_row_of,
-                         add_grad_row_of, keep_row,         sum_chunks_of,         widen_columns_of};
+const Kernels kernels = {forward_rows_of,   backward_rows_of, add_row_of, add_grad_row_of,  after_row_of,
+                         after_grad_row_of, recover_row_of,   keep_row,   sum_chunks_of, widen_columns_of};
 
 #undef FLN_FOR_ADD_DTYPE
 #undef FLN_FOR_DTYPE

@@ -268,8 +268,8 @@ Dropout dropout_of(const Tensor& philox, double p) {
 
 AfterNorm after_of(const AfterOptions& after, const Tensor& x) {
   check_dropout(after.philox, after.dropout_p, x.device());
-  TORCH_CHECK(after.activation >= 0 && after.activation <= static_cast<int64_t>(Activation::kSilu) && x.is_cuda(),
-              "an activation or dropout of y needs CUDA tensors, and one of the activations there are");
+  TORCH_CHECK(after.activation >= 0 && after.activation <= static_cast<int64_t>(Activation::kSilu),
+              "activation must be the number of one of those there are");
   return {static_cast<Activation>(after.activation), dropout_of(after.philox, after.dropout_p)};
 }
 
@@ -428,10 +428,10 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   if (add && add->gate.defined()) {
     ready_gate = add->gate;
     const int64_t gates = segments_of(ready_gate, normalized_ndim);
-    TORCH_CHECK(x.is_cuda() && ready_gate.scalar_type() == x.scalar_type() && ready_gate.device() == x.device() &&
+    TORCH_CHECK(ready_gate.scalar_type() == x.scalar_type() && ready_gate.device() == x.device() &&
                     gates > 0 && gates == std::max<int64_t>(segments, 1) &&
                     ready_gate.numel() == gates * extent.hidden_size && !add->philox.defined(),
-                "gate must have a row for each of weight's, be of x's dtype and device, CUDA, and without dropout");
+                "gate must have a row for each of weight's, be of x's dtype and device, and without dropout");
     Tensor no_bias;
     stage.gate_stride = ready_segments(ready_gate, no_bias, x.scalar_type());
     stage.gate = ready_gate.const_data_ptr();
@@ -677,18 +677,17 @@ NormGradients after_norm_backward(const Tensor& grad_output, const Tensor& x, co
     return norm_backward(grad, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
                          bias_dtype, /*stats_grad=*/true, nullptr, nullptr, stage);
   };
-#ifdef FUSED_LAYERNORM_WITH_CUDA
   const DeviceScope scope(x);
+  const BiasedGradOptions stage{after, bias};
+  if (x.is_cpu() || x.numel() == 0) return rest(grad_output, x.numel() == 0 ? nullptr : &stage);
+#ifdef FUSED_LAYERNORM_WITH_CUDA
   const AfterNorm after_norm = after_of(after, x);
   const Tensor rounded = of_dtype(grad_output, c10::promoteTypes(grad_output.scalar_type(), x.scalar_type()));
-  if (x.numel() > 0 && rounded.scalar_type() == x.scalar_type()) {
-    const BiasedGradOptions stage{after, bias};
-    if (has_after_stage_cuda(asked_of(x, normalized_ndim))) return rest(rounded, &stage);
-  }
+  if (rounded.scalar_type() == x.scalar_type() && has_after_stage_cuda(asked_of(x, normalized_ndim)))
+    return rest(rounded, &stage);
   // Beside fp64 all is fp64
   const bool is_double = rounded.scalar_type() == at::kDouble;
   Tensor grad = empty(x.sizes(), rounded.scalar_type(), x);
-  if (x.numel() == 0) return rest(grad, nullptr);
   const auto as_wide = [&](const Tensor& t) { return is_double && t.defined() ? of_dtype(t, at::kDouble) : t; };
   NormAgain norm(as_wide(x), as_wide(weight), as_wide(bias), as_wide(stats), normalized_ndim, weight_offset,
                  is_rms_norm);
@@ -700,18 +699,15 @@ NormGradients after_norm_backward(const Tensor& grad_output, const Tensor& x, co
       launch_after_norm_grad_cuda(norm.params, params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
   return rest(grad, nullptr);
 #else
-  after_of(after, x);  // raises
-  return rest(grad_output, nullptr);
+  TORCH_CHECK(false, "x must be on the CPU, got " + x.device().str());
 #endif
 }
 
 NormGradients backward_from_y(const Tensor& grad_output, const Tensor& y, const Tensor& weight, const Tensor& bias,
                               const Tensor& stats, int64_t normalized_ndim, double weight_offset, bool is_rms_norm,
                               bool wants_x, bool wants_weight, bool wants_bias) {
-#ifdef FUSED_LAYERNORM_WITH_CUDA
   check_x(y);
   check_normalized_ndim(normalized_ndim, y);
-  TORCH_CHECK(y.is_cuda(), "backward from y needs CUDA tensors");
   const DeviceScope scope(y);
   const auto bias_dtype = wants_bias && bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
   const auto backward = [&](const Tensor& x, const Tensor& stats, const BiasedGradOptions* stage) {
@@ -719,10 +715,11 @@ NormGradients backward_from_y(const Tensor& grad_output, const Tensor& y, const 
                          wants_weight, bias_dtype, /*stats_grad=*/true, nullptr, nullptr, stage);
   };
   if (y.numel() == 0) return backward(y, stats, nullptr);
-  if (grad_output.scalar_type() == y.scalar_type() && has_y_stage_cuda(asked_of(y, normalized_ndim))) {
-    const BiasedGradOptions stage{std::nullopt, bias};
+  const BiasedGradOptions stage{std::nullopt, bias};
+  if (y.is_cpu()) return backward(y, stats, &stage);
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+  if (grad_output.scalar_type() == y.scalar_type() && has_y_stage_cuda(asked_of(y, normalized_ndim)))
     return backward(y, stats, &stage);
-  }
   // x - mean first, rounded to y's dtype; of fp16, where it may overflow, in fp32
   Tensor x = empty(y.sizes(), y.scalar_type() == at::kHalf ? at::kFloat : y.scalar_type(), y);
   NormAgain norm(y, weight, bias, stats, normalized_ndim, weight_offset, /*is_rms_norm=*/true);
@@ -736,9 +733,7 @@ NormGradients backward_from_y(const Tensor& grad_output, const Tensor& y, const 
   if (wants_x) found.x = of_dtype(found.x, y.scalar_type());
   return found;
 #else
-  (void)grad_output, (void)y, (void)weight, (void)bias, (void)stats, (void)normalized_ndim, (void)weight_offset;
-  (void)is_rms_norm, (void)wants_x, (void)wants_weight, (void)wants_bias;
-  TORCH_CHECK(false, "backward from y needs CUDA tensors");
+  TORCH_CHECK(false, "y must be on the CPU, got " + y.device().str());
 #endif
 }
 
@@ -753,6 +748,7 @@ NormGradients gated_norm_backward(const Tensor& grad_output, const Tensor& grad_
                   gate.scalar_type() == x.scalar_type() && gates > 0 && gates == segments_of(weight, normalized_ndim),
               "x and gate must be forward's");
   const DeviceScope scope(z);
+  bool has_stage = z.is_cpu() && z.numel() > 0;
 #ifdef FUSED_LAYERNORM_WITH_CUDA
   if (z.is_cuda() && z.numel() > 0 && grad_output.scalar_type() == x.scalar_type()) {
     GateGradStage stage{};
@@ -761,19 +757,20 @@ NormGradients gated_norm_backward(const Tensor& grad_output, const Tensor& grad_
     NormBackwardParams asked = asked_of(z, normalized_ndim);
     asked.segments = static_cast<int>(gates);
     asked.gate = &stage;
-    if (has_gate_stage_cuda(asked)) {
-      const AddGradOptions add{grad_residual_out,
-                               {},
-                               0.0,
-                               x.scalar_type(),
-                               wants_residual ? std::optional(z.scalar_type()) : std::nullopt,
-                               gate,
-                               x};
-      return norm_backward(grad_output, z, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
-                           wants_weight, bias_dtype, /*stats_grad=*/true, &add);
-    }
+    has_stage = has_gate_stage_cuda(asked);
   }
 #endif
+  if (has_stage) {
+    const AddGradOptions add{grad_residual_out,
+                             {},
+                             0.0,
+                             x.scalar_type(),
+                             wants_residual ? std::optional(z.scalar_type()) : std::nullopt,
+                             gate,
+                             x};
+    return norm_backward(grad_output, z, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
+                         wants_weight, bias_dtype, /*stats_grad=*/true, &add);
+  }
   const AddGradOptions add{grad_residual_out, {}, 0.0, z.scalar_type(), std::nullopt};
   NormGradients found = norm_backward(grad_output, z, weight, stats, normalized_ndim, weight_offset, is_rms_norm,
                                       /*wants_x=*/true, wants_weight, bias_dtype, /*stats_grad=*/true, &add);

@@ -33,10 +33,10 @@ struct AddOptions {
   std::optional<at::ScalarType> residual_dtype;  // of z: x's or fp32; otherwise residual's, or else x's
   at::Tensor philox;  // int64 [2] on x's device: the seed and offset of philox.h; or undefined
   double dropout_p;
-  at::Tensor gate = {};  // of x's dtype, with as many rows as weight, which x is multiplied by; undefined: 1. CUDA only
+  at::Tensor gate = {};  // of x's dtype, with as many rows as weight, which x is multiplied by; undefined: 1
 };
 
-// y = dropout(activation(norm(x))) is the result, where forward is given one of these. CUDA only.
+// y = dropout(activation(norm(x))) is the result, where forward is given one of these.
 struct AfterOptions {
   int64_t activation;  // an Activation of norm_params.h
   at::Tensor philox;
@@ -88,20 +88,20 @@ NormGradients norm_backward(const at::Tensor& grad_output, const at::Tensor& x, 
                             const AddGradOptions* add = nullptr, const NormGradients* into = nullptr,
                             const BiasedGradOptions* biased = nullptr);
 
-// The same where forward was given `after`, whose gradient is taken first: that of the norm is rounded to the dtype of
-// grad_output or x, whichever is wider. CUDA only.
+// The same where forward was given `after`, whose gradient is taken first: on CUDA that of the norm is rounded to the
+// dtype of grad_output or x, whichever is wider.
 NormGradients after_norm_backward(const at::Tensor& grad_output, const at::Tensor& x, const at::Tensor& weight,
                                   const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
                                   double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight,
                                   bool wants_bias, const AfterOptions& after);
 
 // The same of the plain norm, from its y instead of x, by x_hat = (y - bias) / (weight + weight_offset): for weights
-// that allow it. CUDA only.
+// that allow it.
 NormGradients backward_from_y(const at::Tensor& grad_output, const at::Tensor& y, const at::Tensor& weight,
                               const at::Tensor& bias, const at::Tensor& stats, int64_t normalized_ndim,
                               double weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, bool wants_bias);
 
-// The same of the norm of z = residual + gate * x, with gate's gradient; that of residual is in z's dtype. CUDA only.
+// The same of the norm of z = residual + gate * x, with gate's gradient; that of residual is in z's dtype.
 NormGradients gated_norm_backward(const at::Tensor& grad_output, const at::Tensor& grad_residual_out,
                                   const at::Tensor& z, const at::Tensor& x, const at::Tensor& gate,
                                   const at::Tensor& weight, const at::Tensor& stats, int64_t normalized_ndim,

@@ -55,8 +55,7 @@ struct Dropout {
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
-// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). On CUDA only, and where all
-// rows have one weight.
+// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). Where all rows have one weight.
 enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu"};  // Python's
 struct AfterNorm {
@@ -73,8 +72,7 @@ struct AddStage {
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; statistics, and what backward calls x, are of this type
   Dropout dropout;
-  // On CUDA only. gate: [segments, hidden_size], of x's dtype, rows gate_stride apart; nullptr: 1
-  const void* gate;
+  const void* gate;  // [segments, hidden_size], of x's dtype, rows gate_stride apart; nullptr: 1
   int64_t gate_stride;
 };
 
@@ -90,7 +88,7 @@ struct AddGradStage {
   Dropout dropout;
 };
 
-// The same of z = residual + gate * x, without dropout, on CUDA only: grad_input = gate * grad_z, and grad_gate = sum
+// The same of z = residual + gate * x, without dropout: grad_input = gate * grad_z, and grad_gate = sum
 // over rows(x * grad_z), of grad_z unrounded.
 struct GateGradStage : AddGradStage {
   const void* x;     // forward's, [rows, hidden_size], of grad_input_dtype, elements of one row adjacent
@@ -231,12 +229,13 @@ struct ForwardSegment : NormForwardParams {
     stage = *add;
     stage.residual = advanced(stage.residual, stage.residual_strides.offset(first), stage.residual_dtype);
     stage.residual_out = advanced(stage.residual_out, first * hidden_size, stage.residual_out_dtype);
+    stage.gate = advanced(stage.gate, segment * stage.gate_stride, x_dtype);
     add = &stage;
   }
 };
 
 struct BackwardSegment : NormBackwardParams {
-  AddGradStage stage;
+  GateGradStage stage;
 
   BackwardSegment(const BackwardSegment&) = delete;
   BackwardSegment(const NormBackwardParams& all, int segment) : NormBackwardParams(all) {
@@ -246,10 +245,17 @@ struct BackwardSegment : NormBackwardParams {
     grad_weight = advanced(grad_weight, segment * hidden_size, grad_weight_dtype);
     grad_bias = advanced(grad_bias, segment * hidden_size, grad_bias_dtype);
     if (!add) return;
-    stage = *add;
+    static_cast<AddGradStage&>(stage) = *add;
     stage.grad_residual_out = advanced(stage.grad_residual_out, stage.grad_residual_out_strides.offset(first), x_dtype);
     stage.grad_residual = advanced(stage.grad_residual, first * hidden_size, stage.grad_residual_dtype);
     add = &stage;
+    if (!gate) return;
+    grad_gate = advanced(grad_gate, segment * hidden_size, grad_gate_dtype);
+    stage.x_strides = gate->x_strides;
+    stage.gate_stride = gate->gate_stride;
+    stage.x = advanced(gate->x, stage.x_strides.offset(first), stage.grad_input_dtype);
+    stage.gate = advanced(gate->gate, segment * stage.gate_stride, stage.grad_input_dtype);
+    gate = &stage;
   }
 };
 

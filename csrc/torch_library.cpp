@@ -76,7 +76,6 @@ AddNormGradients op_add_norm_backward(const Tensor& grad_output, const OptionalT
   return {or_empty(found.x, z), or_empty(found.residual, z), or_empty(found.weight, z), or_empty(found.bias, z)};
 }
 
-#ifdef FUSED_LAYERNORM_WITH_CUDA
 NormOperatorResult op_after_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                          const OptionalTensor& philox, int64_t normalized_ndim, double eps,
                                          double weight_offset, bool is_rms_norm,
@@ -128,7 +127,6 @@ GatedNormGradients op_gated_norm_backward(const Tensor& grad_output, const Optio
   return {or_empty(found.x, x), or_empty(found.residual, z), std::move(found.gate), or_empty(found.weight, z),
           or_empty(found.bias, z)};
 }
-#endif
 
 }  // namespace
 }  // namespace fused_layernorm
@@ -160,7 +158,7 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "ScalarType? bias_dtype, bool stats_grad, float dropout_p, ScalarType x_dtype, ScalarType? residual_dtype) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       tags);
-  // The same of z = residual + gate * x, on CUDA; gate [n, *normalized] as weight.
+  // The same of z = residual + gate * x; gate [n, *normalized] as weight.
   library.def(
       "gated_norm_forward(Tensor x, Tensor residual, Tensor gate, Tensor weight, Tensor? bias, int normalized_ndim, "
       "float eps, float weight_offset, bool is_rms_norm, ScalarType out_dtype, ScalarType residual_dtype) "
@@ -172,7 +170,7 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "bool wants_residual, bool wants_weight, ScalarType? bias_dtype) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_gate, Tensor grad_weight, Tensor grad_bias)",
       tags);
-  // y = dropout(activation(norm(x))), on CUDA.
+  // y = dropout(activation(norm(x))).
   library.def(
       "after_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? philox, int normalized_ndim, float eps, "
       "float weight_offset, bool is_rms_norm, ScalarType? out_dtype, int activation, float dropout_p) "
@@ -186,16 +184,8 @@ TORCH_LIBRARY(fused_layernorm, library) {
   library.def("dropout_mask(Tensor philox, int rows, int hidden_size, float dropout_p) -> Tensor", tags);
 }
 
-TORCH_LIBRARY_IMPL(fused_layernorm, CPU, library) {
-  library.impl("norm_forward", &fused_layernorm::op_norm_forward);
-  library.impl("norm_backward", &fused_layernorm::op_norm_backward);
-  library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
-  library.impl("add_norm_backward", &fused_layernorm::op_add_norm_backward);
-  library.impl("dropout_mask", &fused_layernorm::dropout_mask);
-}
-
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
+namespace {
+void implement(torch::Library& library) {
   library.impl("norm_forward", &fused_layernorm::op_norm_forward);
   library.impl("norm_backward", &fused_layernorm::op_norm_backward);
   library.impl("add_norm_forward", &fused_layernorm::op_add_norm_forward);
@@ -206,6 +196,11 @@ TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
   library.impl("gated_norm_backward", &fused_layernorm::op_gated_norm_backward);
   library.impl("dropout_mask", &fused_layernorm::dropout_mask);
 }
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fused_layernorm, CPU, library) { implement(library); }
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) { implement(library); }
 #endif
 
 TORCH_LIBRARY_IMPL(fused_layernorm, Autograd, library) {

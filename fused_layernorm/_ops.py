@@ -279,7 +279,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
 
 
-if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
+if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
     after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
     gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
     backward_from_y = extension.backward_from_y
@@ -319,9 +319,9 @@ if norm_operator and backend == "cuda" and hasattr(torch.ops.fused_layernorm, "a
 
 
 def has_stages(device_type: str) -> bool:
-    """Whether the kernels for this type of device have what surrounds a norm: residual and dropout before it, frozen
-    statistics, dropout's masks. Where not, it is made of PyTorch operations."""
-    return add_norm_operator is not None and device_type in _KERNEL_DEVICES
+    """Whether there are kernels for this type of device that have what surrounds a norm. Where not, it is made of
+    PyTorch operations."""
+    return after_norm_operator is not None and device_type in _KERNEL_DEVICES
 
 
 def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):

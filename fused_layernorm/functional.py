@@ -281,8 +281,8 @@ def fused_adaptive_layer_norm(
         y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
 
     Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
-    summed over the rows that share them, in the accumulation type and the same order on every run. With a scale for
-    each token modulation is PyTorch operations behind the norm, else part of the kernel. Errors are those of
+    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is part of
+    the kernel; on CUDA, with a scale for each token, it is PyTorch operations behind the norm. Errors are those of
     `fused_add_layer_norm`; RuntimeError for a scale, shift or gate that does not broadcast, ValueError for a gate
     without residual.
     """
@@ -368,10 +368,10 @@ def _norm_and_more(
         return _norm(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding)
     philox = _draw_philox(x) if dropout_p else None
     dtype = out_dtype or x.dtype
-    if _ops.after_norm_operator and x.is_cuda and stats_grad and rounding == "torch":
-        if _takes_operator(x, weight, bias, distributed=False):
-            kind = _ops.activations.index(activation or "")
-            return _ops.after_norm_operator(x, weight, bias, philox, len(shape), *options, dtype, kind, dropout_p)[0]
+    has_stage = _ops.has_stages(x.device.type) and stats_grad and rounding == "torch"
+    if has_stage and _takes_operator(x, weight, bias, distributed=False):
+        kind = _ops.activations.index(activation or "")
+        return _ops.after_norm_operator(x, weight, bias, philox, len(shape), *options, dtype, kind, dropout_p)[0]
     wide = reference.accumulation_dtype(x.dtype)
     y = _activate(_norm(x, weight, bias, shape, *options, wide, stats_grad, rounding), activation)
     return y.to(dtype) if philox is None else _dropout(y, philox, len(shape), dropout_p, dtype)
@@ -471,8 +471,8 @@ def _adaptive_norm(
 
 def _parts_of_rows(x, scale, shift, normalized_ndim):
     """(n,) where the rows of x are n equal parts, one after the other, that share a scale and shift each, () where all
-    share one; None where it is otherwise, such as a scale for each token. By shapes and not by how many rows there are,
-    up to _ops.max_segments parts, so that a row's bits do not depend on the rows beside it."""
+    share one; None where it is otherwise. On CUDA up to _ops.max_segments parts, and not of one token each: by shapes
+    and not by how many rows there are, so that a row's bits do not depend on the rows beside it."""
     leading = x.dim() - normalized_ndim
     sizes, found = x.shape[:leading], scale.shape[:leading]
     if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
@@ -482,16 +482,16 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
         split -= 1
     if split == 0:
         return ()
-    if split == leading or found[:split] != sizes[:split]:
+    if found[:split] != sizes[:split] or not 0 < sizes.numel() < 2**31:
         return None
-    if sizes[:split].numel() > _ops.max_segments or not 0 < sizes.numel() < 2**31:
+    if x.is_cuda and (split == leading or sizes[:split].numel() > _ops.max_segments):
         return None
     return (sizes[:split].numel(),)
 
 
 def _gate_is_stage(x, gate, modulation_shape):
     """Whether the kernel that modulates multiplies by the gate, too: one for the same rows as a scale."""
-    return bool(_ops.gated_norm_operator) and x.is_cuda and gate.dtype == x.dtype and gate.shape == modulation_shape
+    return _ops.has_stages(x.device.type) and gate.dtype == x.dtype and gate.shape == modulation_shape
 
 
 def _gated_sum(x, gate, residual, dtype):
@@ -696,30 +696,11 @@ class MemoryEfficientFunction(torch.autograd.Function):
             return (None,) * 7
         y, weight, bias, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if y.is_cuda:
-            found = _ops.backward_from_y(
-                grad_output, y, weight, bias, stats, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
-                wants_weight, wants_bias,
-            )  # fmt: skip
-            return *found, None, None, None, None
-        x_hat = y.to(stats.dtype)
-        if bias is not None:
-            x_hat = x_hat - bias
-        if weight is not None:
-            x_hat = x_hat / (weight.to(stats.dtype) + ctx.weight_offset)
-        # x_hat is its own norm, with a mean of 0 and an rstd of 1; x's rstd is a factor of the rest.
-        rows = x_hat.shape[: x_hat.dim() - len(ctx.shape)]
-        own_stats = torch.zeros_like(stats)
-        own_stats[0] = 1
-        grad_x, grad_weight, grad_bias = _ops.norm_backward(
-            grad_output, x_hat, None if weight is None else weight.to(stats.dtype), own_stats, len(ctx.shape),
-            ctx.weight_offset, ctx.is_rms_norm, wants_x, wants_weight, bias.dtype if wants_bias else None, True,
+        found = _ops.backward_from_y(
+            grad_output, y, weight, bias, stats, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
+            wants_weight, wants_bias,
         )  # fmt: skip
-        if wants_x:
-            grad_x = grad_x.mul_(stats[0].view(*rows, *[1] * len(ctx.shape))).to(y.dtype)
-        if wants_weight:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return *found, None, None, None, None
 
 
 class DropoutFunction(torch.autograd.Function):

@@ -1033,7 +1033,7 @@ def test_modulation(device, op, kind, dtype, residual):
         torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance * right.abs().max().item())
 
 
-PARTS = [(3, 37, 768), (3, 37, 77), (2, 9, 1), (300, 8, 16), (5, 16, 260), (2, 8, 12345)]
+PARTS = [(3, 37, 768), (3, 37, 77), (2, 9, 1), (300, 8, 16), (5, 16, 260), (2, 8, 12345), (2100, 1, 40)]
 CUDA_PARTS = [(3, 37, n) for n in (8, 128, 256, 769, 1024, 1536, 2048, 2056, 3072, 4096, 4097, 5120, 8192, 16384)]
 CUDA_PARTS += [(2, 8, n) for n in (24576, 65536, 131072, 262152)]
 CUDA_PARTS += [(2, 3000, 1024), (600, 8, 512), (140, 64, 4096), (3, 700, 8192), (65535, 8, 8)]
@@ -1090,6 +1090,36 @@ def modulated_parts(device, op, dtype, residual_dtype, parts):
     again = torch.autograd.grad(ADAPTIVE[op](*inputs, residual=residual, eps=1e-5) if residual is None else
                                 ADAPTIVE[op](*inputs, residual=residual, eps=1e-5)[0], inputs, grad_y)  # fmt: skip
     assert all(same_bits(a, b) for a, b in zip(found, again, strict=True))
+
+
+@on_devices("op,dtype,residual_dtype", [
+    (op, *dtypes) for op in OPS for dtypes in ((bf16, None), (bf16, fp32), (fp32, fp32), (fp64, None))
+], devices=("cpu",))  # fmt: skip
+def test_modulation_of_each_token(device, op, dtype, residual_dtype):
+    """on the CPU part of the kernel: the bits of as many samples of one token, whatever the number of threads"""
+    if not _ops.has_stages(device):
+        pytest.skip("no kernels here")
+    torch.manual_seed(0)
+    x, scale, shift, grad_y = (torch.randn(2, 1100, 40).to(dtype) for _ in range(4))
+    residual = None if residual_dtype is None else torch.randn(2, 1100, 40).to(residual_dtype)
+
+    def call(*tensors):
+        inputs = [t.detach().requires_grad_() for t in tensors]
+        of = dict(zip(("x", "scale", "shift", "residual"), inputs, strict=False))
+        found = ADAPTIVE[op](**of, eps=1e-5)
+        y = found if residual is None else found[0]
+        return y, *torch.autograd.grad(y, inputs, grad_y.view(y.shape))
+
+    tensors = [t for t in (x, scale, shift, residual) if t is not None]
+    samples = call(*(t.view(-1, 1, 40) for t in tensors))
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            for one, of in zip(call(*tensors), samples, strict=True):
+                assert same_bits(one, of.view(x.shape))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @on_devices("op,dtype,residual_dtype,hidden_size", [
