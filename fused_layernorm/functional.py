@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from . import _ops, reference
 
@@ -85,16 +85,19 @@ def fused_layer_norm(
         dropout_p: default 0; with `training` (default True), the probability that an element of y (after the
             activation) becomes 0; the others are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
         memory_efficient: default False; save y for backward instead of x, where y says as much about x: y is of x's
-            dtype, and every column has ``1024 * torch.finfo(y.dtype).tiny <= |w + o| <= 2**125`` and
-            ``|b| <= |w + o|``. Backward then has x_hat to about the precision of y's dtype. Where a column fails, the
-            call saves x, as it does without this option, so that a weight of 0 keeps its gradient. The look at the
-            weight is repeated when it has changed; on CUDA it waits for the device then (while a graph is captured it
-            is left out, and x is saved). Saves memory where the next operation saves y too, and nothing else holds x.
-            Without effect under `torch.compile`, which chooses itself what it saves.
+            dtype, and every column of N has ``1024 * torch.finfo(y.dtype).tiny <= |w + o| <= 2**125``,
+            ``|b| <= |w + o|`` and ``sqrt(N) * |w + o| + |b| <= torch.finfo(y.dtype).max``. Backward then has x_hat to
+            about the precision of y's dtype. Where a column fails, the call saves x, as it does without this option, so
+            that a weight of 0 keeps its gradient. On the CPU each call looks at the weight. On CUDA, where a look waits
+            for the device, it is repeated when weight or bias has changed, or an optimizer of `torch.optim` has made a
+            step; a change that neither shows (a write through ``.data``, or into a buffer that weight is a view of)
+            must not make a column fail. While a graph is captured there is no look, and x is saved. Saves memory where
+            the next operation saves y too, and nothing else holds x. Without effect under `torch.compile`, which
+            chooses itself what it saves.
         accumulate_grad: default False; backward adds the gradients of weight and bias to the float32 buffers
             ``weight.main_grad`` and ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the
             parameter (Megatron's contract). What `.grad` receives is zeros, so that hooks still run. First derivatives
-            in eager mode only.
+            in eager mode only; without effect where no gradients are recorded.
 
     Returns:
         y of x's shape, contiguous, of x's dtype or `out_dtype`, also under autocast.
@@ -281,8 +284,8 @@ def fused_adaptive_layer_norm(
         y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
 
     Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
-    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is part of
-    the kernel; on CUDA, with a scale for each token, it is PyTorch operations behind the norm. Errors are those of
+    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is part
+    of the kernel; on CUDA, with a scale for each token, it is PyTorch operations behind the norm. Errors are those of
     `fused_add_layer_norm`; RuntimeError for a scale, shift or gate that does not broadcast, ValueError for a gate
     without residual.
     """
@@ -351,29 +354,41 @@ def _norm_and_more(
         return _norm(x, weight, bias, normalized_shape, *options, out_dtype, stats_grad, rounding)
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     reference.check_dropout_p(dropout_p)
-    if accumulate_grad:
-        for name, parameter in (("weight", weight), ("bias", bias)):
-            _check_main_grad(name, parameter)
-        if not (activation or dropout_p or memory_efficient) and _takes_kernel(x, weight, bias):
-            return NormFunction.apply(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding, True)
-        weight, bias = (_into_main_grad(t) for t in (weight, bias))
     if memory_efficient:
         if activation or dropout_p or rounding != "torch" or not stats_grad or (out_dtype or x.dtype) != x.dtype:
             raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
                              'rounding="torch" and stats_grad=True')  # fmt: skip
-        return _memory_efficient_norm(x, weight, bias, shape, *options)
+        memory_efficient = _saves_y(x, weight, bias, weight_offset)
+    accumulate_grad = accumulate_grad and torch.is_grad_enabled()
+    if accumulate_grad:
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            _check_main_grad(name, parameter)
+    in_kernel = accumulate_grad and _takes_kernel(x, weight, bias)
+
+    def norm(dtype):
+        if in_kernel:
+            return NormFunction.apply(x, weight, bias, shape, *options, dtype, stats_grad, rounding, True)
+        return _norm(x, *parameters(), shape, *options, dtype, stats_grad, rounding)
+
+    def parameters():
+        if not accumulate_grad:
+            return weight, bias
+        return [_into_main_grad(name, t, rounding) for name, t in (("weight", weight), ("bias", bias))]
+
+    if memory_efficient:
+        return MemoryEfficientFunction.apply(x, *parameters(), shape, *options)
     _check_activation(activation)
     dropout_p = dropout_p if training else 0.0
     if not (activation or dropout_p):
-        return _norm(x, weight, bias, shape, *options, out_dtype, stats_grad, rounding)
+        return norm(out_dtype)
     philox = _draw_philox(x) if dropout_p else None
     dtype = out_dtype or x.dtype
     has_stage = _ops.has_stages(x.device.type) and stats_grad and rounding == "torch"
     if has_stage and _takes_operator(x, weight, bias, distributed=False):
         kind = _ops.activations.index(activation or "")
-        return _ops.after_norm_operator(x, weight, bias, philox, len(shape), *options, dtype, kind, dropout_p)[0]
-    wide = reference.accumulation_dtype(x.dtype)
-    y = _activate(_norm(x, weight, bias, shape, *options, wide, stats_grad, rounding), activation)
+        after = (philox, len(shape), *options, dtype, kind, dropout_p)
+        return _ops.after_norm_operator(x, *parameters(), *after)[0]
+    y = _activate(norm(reference.accumulation_dtype(x.dtype)), activation)
     return y.to(dtype) if philox is None else _dropout(y, philox, len(shape), dropout_p, dtype)
 
 
@@ -617,9 +632,22 @@ def _check_main_grad(name, parameter):
         raise ValueError(f"accumulate_grad needs {name}.main_grad, a float32 tensor of {name}'s shape")
 
 
-def _into_main_grad(parameter):
-    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad."""
-    return parameter if parameter is None or not parameter.requires_grad else MainGradFunction.apply(parameter)
+def _is_asked_for(ctx, parameters, which):
+    """Whether this backward is to find the gradient of weight (0) or bias (1), and not that of x alone, for which
+    needs_input_grad, as of forward, has no word."""
+    at = 1 + sum(t is not None for t in parameters[:which])  # next_functions has x's, and those of tensors behind it
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[at][0])
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+        return True
+
+
+def _into_main_grad(name, parameter, rounding):
+    """The parameter in float32, whose gradient then is, unrounded, and goes to main_grad; float64 as it is, and where
+    the result is rounded as weight's dtype says."""
+    if parameter is None or not parameter.requires_grad:
+        return parameter
+    return MainGradFunction.apply(parameter, name, rounding == "llama")
 
 
 def _only_first_derivatives(option):
@@ -632,15 +660,17 @@ class MainGradFunction(torch.autograd.Function):
     """parameter.to(float32), with a backward that adds to parameter.main_grad."""
 
     @staticmethod
-    def forward(ctx, parameter):
-        ctx.parameter = parameter  # the object itself, whose attributes are meant
-        return parameter.float() if parameter.dtype != torch.float32 else parameter.view_as(parameter)
+    def forward(ctx, parameter, name, keeps_dtype):
+        ctx.parameter, ctx.name = parameter, name  # the object itself, whose attributes are meant
+        is_narrow = parameter.dtype in (torch.float16, torch.bfloat16)
+        return parameter.float() if is_narrow and not keeps_dtype else parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx, grad_output):
         _only_first_derivatives("accumulate_grad")
+        _check_main_grad(ctx.name, ctx.parameter)
         ctx.parameter.main_grad.add_(grad_output)
-        return _added_to_main_grad(ctx.parameter)
+        return _added_to_main_grad(ctx.parameter), None, None
 
 
 def _added_to_main_grad(parameter):
@@ -649,33 +679,58 @@ def _added_to_main_grad(parameter):
     return torch.zeros_like(parameter)
 
 
-def _memory_efficient_norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm):
-    if not (torch.is_grad_enabled() and _takes_kernel(x, weight, bias) and y_tells_x(x, weight, bias, weight_offset)):
-        return _norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, None, True)
-    return MemoryEfficientFunction.apply(x, weight, bias, shape, eps, weight_offset, is_rms_norm)
+def _saves_y(x, weight, bias, weight_offset):
+    """Whether a memory_efficient call saves y for backward."""
+    if not (torch.is_grad_enabled() and _takes_kernel(x, weight, bias)):
+        return False
+    if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return False
+    return y_tells_x(x, weight, bias, weight_offset)
 
 
-_verdicts = WeakIdKeyDictionary()  # weight, or else bias -> (versions and the like, verdict)
+_verdicts = WeakIdKeyDictionary()  # weight, or else bias -> (what it was found of, verdict)
+_optimizer_steps = None  # how many there were: mixed precision writes new weights through .data, which no version shows
+
+
+def _count_optimizer_steps():
+    global _optimizer_steps
+
+    def count(*_):
+        global _optimizer_steps
+        _optimizer_steps += 1
+
+    if _optimizer_steps is None:
+        _optimizer_steps = 0
+        torch.optim.optimizer.register_optimizer_step_post_hook(count)
 
 
 def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float) -> bool:
     """Whether x_hat can be had from y about as exactly as from a rounded x: the rule of memory_efficient."""
-    key = weight if weight is not None else bias
-    if key is None:
+    given = [t for t in (weight, bias) if t is not None]
+    if not given:
         return True
-    state = (key._version, x.dtype, weight_offset, id(bias), None if bias is None else bias._version, key.data_ptr())
-    if key in _verdicts and _verdicts[key][0] == state:
-        return _verdicts[key][1]
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not x.is_cuda or any(t.is_inference() for t in given):
+        return _tells(x.dtype, weight, bias, weight_offset)
+    _count_optimizer_steps()
+    state = (x.dtype, weight_offset, _optimizer_steps, [(WeakIdRef(t), t._version, t.data_ptr()) for t in given])
+    if given[0] in _verdicts and _verdicts[given[0]][0] == state:
+        return _verdicts[given[0]][1]
+    if torch.cuda.is_current_stream_capturing():
         return False  # the answer is not to be had without waiting
-    with torch.no_grad():
-        scale = torch.ones_like(bias) if weight is None else weight.to(torch.float64).add(weight_offset).abs()
-        good = (scale >= 1024 * torch.finfo(x.dtype).tiny) & (scale <= 2.0**125)  # 1 / scale is a normal float32
-        if bias is not None:
-            good &= bias.abs() <= scale
-        verdict = bool(good.all())
-    _verdicts[key] = (state, verdict)
+    verdict = _tells(x.dtype, weight, bias, weight_offset)
+    _verdicts[given[0]] = (state, verdict)
     return verdict
+
+
+@torch.no_grad()
+def _tells(dtype, weight, bias, weight_offset):
+    scale = torch.ones_like(bias) if weight is None else weight.to(torch.float64).add(weight_offset).abs()
+    most = scale * math.sqrt(scale.numel())  # of |y|, as |x_hat| <= sqrt(N)
+    good = (scale >= 1024 * torch.finfo(dtype).tiny) & (scale <= 2.0**125)  # 1 / scale is a normal float32
+    if bias is not None:
+        most = most + bias.abs()
+        good &= bias.abs() <= scale
+    return bool((good & (most <= torch.finfo(dtype).max)).all())
 
 
 class MemoryEfficientFunction(torch.autograd.Function):
@@ -696,6 +751,11 @@ class MemoryEfficientFunction(torch.autograd.Function):
             return (None,) * 7
         y, weight, bias, stats = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if not _takes_kernel(grad_output, y, weight):
+            found = reference.backward_from_y(
+                grad_output, y, weight, bias, stats[0], ctx.shape, ctx.weight_offset, ctx.is_rms_norm
+            )
+            return *(t if wants else None for t, wants in zip(found, ctx.needs_input_grad, strict=False)), *[None] * 4
         found = _ops.backward_from_y(
             grad_output, y, weight, bias, stats, len(ctx.shape), ctx.weight_offset, ctx.is_rms_norm, wants_x,
             wants_weight, wants_bias,
@@ -796,7 +856,15 @@ class NormFunction(torch.autograd.Function):
         bias_dtype = ctx.bias_dtype if wants_bias else None
         if ctx.parameters:
             _only_first_derivatives("accumulate_grad")
-            wanted = [t if wants else None for t, wants in zip(ctx.parameters, (wants_weight, wants_bias), strict=True)]
+            if not _takes_kernel(grad_output, x, weight):
+                raise RuntimeError("accumulate_grad=True adds one gradient of weight and bias to main_grad: call the "
+                                   "norm without it for a batch of gradients, or for tangents")  # fmt: skip
+            wants = (wants_weight and _is_asked_for(ctx, ctx.parameters, 0),
+                     wants_bias and _is_asked_for(ctx, ctx.parameters, 1))  # fmt: skip
+            wants_weight, bias_dtype = wants[0], bias_dtype if wants[1] else None
+            wanted = [t if wants else None for t, wants in zip(ctx.parameters, wants, strict=True)]
+            for name, parameter in zip(("weight", "bias"), wanted, strict=True):
+                _check_main_grad(name, parameter)
             sums = [None if t is None else t.main_grad.contiguous() for t in wanted]
             grad_x, _, _ = _ops.norm_backward(
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,

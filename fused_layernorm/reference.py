@@ -218,9 +218,11 @@ def norm(
     dims = tuple(range(-len(normalized_shape), 0))
     y, _ = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
     if rounding == "llama":
-        y = y.to(x.dtype)
-        if weight is not None:
-            y = y * (weight + weight_offset if weight_offset else weight)
+        if weight is not None:  # the product of 16-bit numbers is rounded once, also with an offset
+            wide, narrow = y.dtype, torch.promote_types(x.dtype, weight.dtype)
+            y = (y.to(x.dtype).to(wide) * (weight.to(wide) + weight_offset)).to(narrow)
+        else:
+            y = y.to(x.dtype)
     elif weight is not None:
         y = y * (of_each_row(weight, x, len(dims)).to(y.dtype) + weight_offset)
     if bias is not None:
@@ -245,32 +247,71 @@ def norm_backward(
     bias_dtype: torch.dtype | None,
     stats_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `norm` with respect to x, weight (None without weight) and bias (None without bias_dtype).
+    """Gradients of `norm` with respect to x, weight (None without weight) and bias (None without bias_dtype)."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    x_hat, rstd = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
+    return _gradients(
+        grad_output, x_hat, rstd, weight, len(dims), weight_offset, is_rms_norm, x.dtype, bias_dtype, stats_grad
+    )
 
-    wdy = (weight + weight_offset) * grad_output    c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm
+
+def backward_from_y(
+    grad_output: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rstd: Tensor,
+    normalized_shape: Sequence[int],
+    weight_offset: float,
+    is_rms_norm: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same from y and the rows' rstd: x_hat = (y - bias) / (weight + weight_offset)."""
+    ndim = len(normalized_shape)
+    x_hat = y.to(rstd.dtype)
+    if bias is not None:
+        x_hat = x_hat - bias
+    if weight is not None:
+        x_hat = x_hat / (weight.to(rstd.dtype) + weight_offset)
+    rstd = rstd.view(*y.shape[: y.dim() - ndim], *[1] * ndim)
+    bias_dtype = None if bias is None else bias.dtype
+    return _gradients(grad_output, x_hat, rstd, weight, ndim, weight_offset, is_rms_norm, y.dtype, bias_dtype, True)
+
+
+def _gradients(
+    grad_output: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    normalized_ndim: int,
+    weight_offset: float,
+    is_rms_norm: bool,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    stats_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """wdy = (weight + weight_offset) * grad_output    c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm
     (c1 = c2 = 0 without stats_grad)
     grad_input = (wdy - x_hat * c1 - c2) * rstd
     grad_weight = sum(grad_output * x_hat)          grad_bias = sum(grad_output)
     """
-    dims = tuple(range(-len(normalized_shape), 0))
+    dims = tuple(range(-normalized_ndim, 0))
 
     def sum_of_rows(values: Tensor) -> Tensor:  # of x's shape
-        if weight is not None and weight.dim() > len(dims):
+        if weight is not None and weight.dim() > normalized_ndim:
             return values.reshape(weight.shape[0], -1, *weight.shape[1:]).sum(1)
-        row_dims = tuple(range(x.dim() - len(dims)))
+        row_dims = tuple(range(x_hat.dim() - normalized_ndim))
         return values.sum(row_dims) if row_dims else values  # sum(()) would sum over every dimension
 
-    x_hat, rstd = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
     grad_output = grad_output.to(x_hat.dtype)
     wdy = grad_output
     if weight is not None:
-        wdy = grad_output * (of_each_row(weight, x, len(dims)).to(x_hat.dtype) + weight_offset)
+        wdy = grad_output * (of_each_row(weight, x_hat, normalized_ndim).to(x_hat.dtype) + weight_offset)
     grad_input = wdy
     if stats_grad:
         grad_input = grad_input - x_hat * (x_hat * wdy).mean(dims, keepdim=True)
     if stats_grad and not is_rms_norm:
         grad_input = grad_input - wdy.mean(dims, keepdim=True)
-    grad_input = (grad_input * rstd).to(x.dtype)
+    grad_input = (grad_input * rstd).to(x_dtype)
     grad_weight = grad_bias = None
     if weight is not None:
         grad_weight = sum_of_rows(grad_output * x_hat).to(weight.dtype)

@@ -890,6 +890,21 @@ def activates(device, op, activation, dtype, hidden_size):
                     (2501, 12288), (2501, 16384), (601, 65536))
 ], devices=("cuda",))  # fmt: skip
 def test_activation_and_dropout_of_many_sizes(device, op, dtype, activation, p, given, rows, hidden_size):
+    activates_and_drops(device, op, dtype, activation, p, given, rows, hidden_size)
+
+
+@on_devices("op,dtype,activation,given,rows,hidden_size", [
+    (op, dtype, activation, given, rows, n) for op in OPS for dtype in (bf16, fp16, fp32, fp64)
+    for activation in (None, *ACTIVATIONS) for given in ("nothing", "weight", "weight_offset", "fp32")
+    for rows, n in ((23, 77), (5, 1000)) if dtype != fp64 or given != "fp32"
+] + [
+    ("layer_norm", bf16, "gelu", "weight_offset", *size) for size in ((3000, 40), (70, 9000), (2, 70_000), (9, 1))
+])  # fmt: skip
+def test_activation_and_dropout(device, op, dtype, activation, given, rows, hidden_size):
+    activates_and_drops(device, op, dtype, activation, 0.3, given, rows, hidden_size)
+
+
+def activates_and_drops(device, op, dtype, activation, p, given, rows, hidden_size):
     """what is kept of an activation of the norm, scaled, with and without weight, bias, weight_offset: against fp64"""
     case, shape = Case((rows, hidden_size), op=op, dtype=dtype), (hidden_size,)
     inputs, offset = make_inputs(case, device), 1.0 if given == "weight_offset" else 0.0
@@ -920,15 +935,17 @@ def test_activation_and_dropout_of_many_sizes(device, op, dtype, activation, p, 
     truths = torch.autograd.grad(truth, wide.values(), grad_output.double())
     eps = torch.finfo(dtype).eps
     for i, (found, wanted) in enumerate(zip((y, *gradients), (truth, *truths), strict=True)):
-        unit = OFF_BY_SLOPES if dtype != fp32 and i > 0 else 4e-6
-        rtol = 16 * eps if dtype == fp32 else eps
+        unit = OFF_BY_SLOPES if dtype in (bf16, fp16) and device == "cuda" and i > 0 else 4e-6
+        rtol, unit = (16 * eps, unit) if dtype == fp32 else (1e-12, 1e-12) if dtype == fp64 else (eps, unit)
         torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
 
-@on_devices("activation,dtype", [(a, dtype) for a in ACTIVATIONS for dtype in (bf16, fp16)], devices=("cuda",))
+@on_devices("activation,dtype", [(a, dtype) for a in ACTIVATIONS for dtype in (bf16, fp16)])
 def test_activation_of_every_number(device, activation, dtype):
     """of every 16-bit number, as the bias of a norm whose weight is 0: within half a unit of the result and 4e-7, its
     derivative and 5e-6"""
+    if not _ops.has_stages(device):
+        pytest.skip("PyTorch's activations")
     t = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
     t = t[~t.isinf()]
     wide = t.double().requires_grad_()
@@ -962,6 +979,43 @@ def test_activation_gradcheck(device, op):
         assert gradgradcheck(lambda *t, a=activation: OPS[op](*t, activation=a), tensors)
     with pytest.raises(ValueError, match="activation must be one of relu, gelu, gelu_tanh, silu, or None, got 'tanh'"):
         OPS[op](*tensors, activation="tanh")
+
+
+@on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp32)], devices=("cpu",))
+def test_stages_and_threads(device, op, dtype):
+    """what surrounds a norm on the CPU: the same bits whatever the number of threads, and of a row without others"""
+    x, residual, grad_y = (torch.randn(6, 100, 136).to(dtype) for _ in range(3))
+    weight, bias = torch.rand(136) + 0.5, torch.randn(136) / 4
+    scale, shift, gate = torch.randn(6, 1, 3 * 136).to(dtype).chunk(3, -1)
+
+    def activated(x, weight, bias):
+        torch.manual_seed(3)
+        return OPS[op](x, weight, bias, 1e-5, activation="silu", dropout_p=0.2)
+
+    def efficient(x, weight, bias):
+        return OPS[op](x, weight, bias, 1e-5, memory_efficient=True)
+
+    def gated(x, residual, scale, shift, gate):
+        return ADAPTIVE[op](x, scale, shift, gate=gate, residual=residual, eps=1e-5)[0]
+
+    def call(norm, tensors, samples):
+        leaves = [(t[:samples] if t.dim() == 3 else t).detach().requires_grad_() for t in tensors]
+        y = norm(*leaves)
+        return y, *torch.autograd.grad(y, leaves, grad_y[:samples])
+
+    threads = torch.get_num_threads()
+    modulated_by = (x, residual, scale, shift, gate)
+    for norm, tensors in ((activated, (x, weight, bias)), (efficient, (x, weight, bias)), (gated, modulated_by)):
+        try:
+            found = []
+            for number in (1, 2, 3):
+                torch.set_num_threads(number)
+                found.append(call(norm, tensors, 6))
+        finally:
+            torch.set_num_threads(threads)
+        assert all(same_bits(one, of) for other in found[1:] for one, of in zip(found[0], other, strict=True))
+        fewer = call(norm, tensors, 2)
+        assert same_bits(fewer[0], found[0][0][:2]) and same_bits(fewer[1], found[0][1][:2])
 
 
 @pytest.mark.skipif(_ops.extension is None, reason="no extension")
@@ -1183,9 +1237,11 @@ def gated_parts(device, op, dtype, residual_dtype, tokens, hidden_size):
     torch.testing.assert_close(of_z, (grad_z * gate.to(wide)).to(dtype), rtol=tolerance, atol=tolerance)
 
 
-@on_devices("op", OPS, devices=("cuda",))
+@on_devices("op", OPS)
 def test_operators_with_python_autograd(device, op):
     """after_norm_forward and gated_norm_forward: opcheck, compile, double backward"""
+    if not _ops.has_stages(device):
+        pytest.skip("no kernels here")
     torch.compiler.reset()
     tensors = [torch.randn(2, 9, 16, device=device, requires_grad=True) for _ in range(2)]
     rows = [torch.randn(2, 16, device=device, requires_grad=True) for _ in range(3)]
@@ -1434,6 +1490,74 @@ def test_memory_efficient_rule_follows_the_weight(device, op):
         torch.autograd.grad(OPS[op](x, weight, memory_efficient=True).sum(), x, create_graph=True)
 
 
+def saves_x_of(norm, x):
+    """Whether what norm() saves for backward has x."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        norm()
+    return x.data_ptr() in saved
+
+
+@on_devices("op", OPS)
+def test_memory_efficient_looks_again(device, op):
+    """another bias where the one before lay, the step of an optimizer that writes through .data, an y that would
+    overflow; on the CPU every change"""
+    if not uses_kernels(device):
+        pytest.skip("PyTorch operations save what they save")
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    weight = torch.ones(16, device=device, requires_grad=True)
+
+    def saves_x(bias=None):
+        return saves_x_of(lambda: OPS[op](x, weight, bias, memory_efficient=True), x)
+
+    for _ in range(20):  # a bias that is made for each call: Python gives the next one its id
+        assert not saves_x(torch.zeros(16, device=device))
+        assert saves_x(torch.full((16,), 500.0, device=device))
+    bias = torch.zeros(16, device=device)
+    assert not saves_x(bias)
+    bias.data = torch.full((16,), 500.0, device=device)
+    assert saves_x(bias)
+
+    assert not saves_x()
+    other = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([other], lr=0.1)  # as of mixed precision: of copies in float32
+    other.grad = torch.ones(1)
+    optimizer.step()
+    weight.data[3] = 0
+    assert saves_x()
+    if device == "cpu":
+        weight.data[3] = 1
+        assert not saves_x()
+
+    x = torch.randn(5, 64, device=device).to(fp16)
+    x[:, 5] = 50
+    x.requires_grad_()
+    weight = torch.ones(64, device=device, dtype=fp16)
+    weight[5] = 9000
+    assert saves_x() and OPS[op](x, weight)[:, 5].isinf().any()
+
+
+@on_devices("op", OPS)
+def test_memory_efficient_without_gradients(device, op):
+    """weights made in inference mode; gradients of several results at once, and along a tangent"""
+    with torch.inference_mode():
+        weight = torch.rand(16, device=device) + 0.5
+    x = torch.randn(5, 16, device=device)
+    assert same_bits(OPS[op](x, weight, memory_efficient=True), OPS[op](x, weight))
+    x, weight = x.requires_grad_(), weight.clone().requires_grad_()
+    several, tangent = torch.randn(2, 3, 5, 16, device=device)
+    found = []
+    for options in ({"memory_efficient": True}, {}):
+        y = OPS[op](x, weight, **options)
+        found.append(torch.autograd.grad(y, (x, weight), several, is_grads_batched=True, retain_graph=True))
+        with torch.autograd.forward_ad.dual_level():
+            along = torch.autograd.forward_ad.make_dual(several[0], tangent[0])
+            (of_x,) = torch.autograd.grad(y, x, along)
+            found[-1] += (torch.autograd.forward_ad.unpack_dual(of_x).tangent,)
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
 @on_devices("op", OPS, devices=("cpu",))
 def test_memory_efficient_refuses(device, op):
     """together with what it cannot serve: an error"""
@@ -1482,6 +1606,75 @@ def accumulates(device, op, dtype, shape):
     assert same_bits(plain, OPS[op](batches[0], weight, bias, accumulate_grad=True))
 
 
+@on_devices("op,options", [
+    (op, options) for op in OPS
+    for options in ({}, {"activation": "silu"}, {"memory_efficient": True}, {"dropout_p": 0.2})
+])  # fmt: skip
+def test_accumulate_grad_of_what_is_asked_for(device, op, options):
+    """main_grad keeps what it has where another gradient is asked for; a weight of two norms; none where no gradients
+    are recorded"""
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    weight, bias = (torch.rand(16, device=device).add(0.5).requires_grad_() for _ in range(2))
+
+    def norm(*tensors):
+        torch.manual_seed(0)
+        return OPS[op](*tensors, accumulate_grad=True, **options)
+
+    for t in (weight, bias):
+        t.main_grad = torch.zeros(16, device=device)
+    y = norm(x, weight, bias)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.sum().backward(inputs=[x], retain_graph=True)
+    assert not weight.main_grad.any() and not bias.main_grad.any() and not hasattr(weight, "grad_added_to_main_grad")
+    y.sum().backward(inputs=[bias], retain_graph=True)
+    assert not weight.main_grad.any() and bias.main_grad.any()
+    torch.autograd.grad(y.sum(), weight, retain_graph=True)
+    once = weight.main_grad.clone()
+    assert once.any()
+    y.sum().backward()
+    torch.testing.assert_close(weight.main_grad, 2 * once)
+    norm(norm(x.detach(), weight, None), weight, None).sum().backward()
+    assert not torch.equal(weight.main_grad, 2 * once)
+    before = weight.main_grad.clone()
+    norm(x.detach(), weight, bias.detach()).sum().backward()  # x without a gradient
+    torch.testing.assert_close(weight.main_grad - before, once, rtol=1e-3, atol=1e-4)
+    del weight.main_grad
+    with torch.no_grad():
+        norm(x, weight, bias)
+
+
+@on_devices("rounding,options", [
+    (r, o) for r in ("llama", "gemma") for o in ({}, {"activation": "silu"}, {"dropout_p": 0.3})
+])  # fmt: skip
+def test_accumulate_grad_keeps_roundings(device, rounding, options):
+    """the bits of forward are those of a call without accumulate_grad; an offset is added unrounded"""
+    x = torch.randn(64, 96, device=device).to(bf16).requires_grad_()
+    weight = torch.rand(96, device=device).to(bf16).requires_grad_()
+    weight.main_grad = torch.zeros(96, device=device)
+    found = []
+    for accumulates in (False, True):
+        torch.manual_seed(0)
+        y = OPS["rms_norm"](x, weight, rounding=rounding, accumulate_grad=accumulates, **options)
+        found.append((y, *torch.autograd.grad(y.float().sum(), (x, weight))))
+    assert all(same_bits(one, two) for one, two in zip(found[0][:2], found[1][:2], strict=True))
+    torch.testing.assert_close(weight.main_grad, found[0][2].float(), rtol=0.01, atol=0.05)
+    small = torch.full((96,), 0.003, device=device, dtype=bf16)
+    y = OPS["rms_norm"](x, small, weight_offset=1.0, rounding=rounding)
+    exact = OPS["rms_norm"](x.double(), small.double(), weight_offset=1.0)
+    assert (y.double() - exact).abs().max() <= 1.01 * torch.finfo(bf16).eps * exact.abs().max()
+    assert not same_bits(y, OPS["rms_norm"](x, None, normalized_shape=96, rounding=rounding))
+
+
+@on_devices("op,options", [(op, o) for op in OPS for o in ({}, {"activation": "gelu"}, {"memory_efficient": True})])
+def test_accumulate_grad_of_float64(device, op, options):
+    """float64 parameters beside their float32 main_grad"""
+    x, weight = (torch.rand(*shape, device=device, dtype=fp64).requires_grad_() for shape in ((5, 16), (16,)))
+    wanted = torch.autograd.grad(OPS[op](x, weight, **options).sum(), weight)[0]
+    weight.main_grad = torch.zeros(16, device=device)
+    OPS[op](x, weight, accumulate_grad=True, **options).sum().backward()
+    torch.testing.assert_close(weight.main_grad, wanted.float())
+
+
 @on_devices("op", OPS, devices=("cpu",))
 def test_accumulate_grad_refuses(device, op):
     """a parameter without a float32 main_grad: an error; a frozen one needs none"""
@@ -1495,6 +1688,13 @@ def test_accumulate_grad_refuses(device, op):
     weight.main_grad = ones(4)
     with pytest.raises(RuntimeError, match="accumulate_grad=True has first derivatives only"):
         torch.autograd.grad(OPS[op](x, weight, accumulate_grad=True).sum(), weight, create_graph=True)
+    y = OPS[op](x, weight, accumulate_grad=True)
+    if uses_kernels(device):
+        with pytest.raises(RuntimeError, match="accumulate_grad=True adds one gradient of weight"):
+            torch.autograd.grad(y, (x, weight), ones(3, *y.shape), is_grads_batched=True, retain_graph=True)
+    weight.main_grad = None
+    with pytest.raises(ValueError, match="accumulate_grad needs weight.main_grad"):
+        y.sum().backward()
 
 
 # ---- modules, Apex's names -------------------------------------------------------------------------------------------
