@@ -193,6 +193,9 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True))
+    # Where every warp of backward's readers asks for rows, all 16 in turn, and every stage several times; an odd number
+    for hidden_size, rows in ((4096, 161 if light else 10_561), (8192, 161 if light else 5281)):
+        calls.append((plain, rows, hidden_size, brain, brain, fused_layer_norm, 0, {"activation": "gelu"}))
     rows_in_turns = ((half, 1152), (brain, 1024), (brain, 1792), (single, 512))
     for dtype, hidden_size in () if light else rows_in_turns:
         calls.append((modulated, 16, 2048, hidden_size, dtype, None, False))

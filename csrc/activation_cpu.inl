@@ -1,4 +1,5 @@
-// Activations after a norm and their derivatives, of vectors: what activation.cuh is for CUDA. Part of norm_cpu_rows.inl.
+// Activations after a norm and their derivatives, of vectors: what activation.cuh is for CUDA. Part of
+// norm_cpu_rows.inl.
 
 // Calls f(lane) for each lane of fp64, where this library has no functions of its own.
 template <class F>
@@ -57,9 +58,9 @@ FLN_INLINE Normal<DoubleVec> normal_of(DoubleVec size) {
           0.39894228040143267794 * exp_of(-0.5 * size * size)};
 }
 
-// By Mills' ratio Phi(-a) / phi(a) as a polynomial of the ninth degree in 1 / (1 + 0.26 * a), found as in exp_of: off by
-// 5e-7 of itself, and by less than 1e-9 times 1 / (1 + a) of Phi. (By float32 arithmetic, against float64, gelu is off by
-// 8e-8 of 1 + |gelu|, PyTorch's on the CPU by 1e-6.)
+// By Mills' ratio Phi(-a) / phi(a) as a polynomial of the ninth degree in 1 / (1 + 0.26 * a), found as in exp_of: off
+// by 5e-7 of itself, and by less than 1e-9 times 1 / (1 + a) of Phi. (By float32 arithmetic, against float64, gelu is
+// off by 8e-8 of 1 + |gelu|, PyTorch's on the CPU by 1e-6.)
 FLN_INLINE Normal<FloatVec> normal_of(FloatVec size) {
   constexpr float kPowers[] = {0.26002875f,   0.259045452f, 0.253435791f,  0.142936632f, 0.376275897f,
                                -0.349404216f, 0.612912118f, -0.377888024f, 0.0759717748f};
@@ -79,7 +80,7 @@ FLN_INLINE V tanh_gate(V t) {
 template <Activation activation, class acc_t>
 FLN_INLINE Vec<acc_t> activated(Vec<acc_t> t) {
   using V = Vec<acc_t>;
-  if constexpr (activation == Activation::kGelu) {  // max(t, 0) - |t| * Phi(-|t|)
+  if constexpr (activation == Activation::kGelu) {                                // max(t, 0) - |t| * Phi(-|t|)
     const V size = size_of(t), most = size > acc_t(40) ? V{} + acc_t(40) : size;  // of inf the product were NaN
     return relu_of(t) - most * normal_of(most).below;
   } else if constexpr (activation == Activation::kSilu) {

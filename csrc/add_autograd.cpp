@@ -2,7 +2,6 @@
 // saved is z (the result residual_out), weight, the rows' statistics and the 16 bytes of philox: neither x nor a mask.
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include "autograd_node.h"
 
@@ -22,9 +21,9 @@ AddNormGradients call_add_norm_backward(const Tensor& grad_output, const Optiona
                      is_rms_norm, wants_x, wants_weight, bias_dtype, stats_grad, dropout_p, x_dtype, residual_dtype);
 }
 
-Tensor call_dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {
+Tensor call_dropout_mask(const Tensor& philox, c10::SymInt rows, c10::SymInt hidden_size, double dropout_p) {
   static const auto handle = find_operator<decltype(call_dropout_mask)>("fused_layernorm::dropout_mask");
-  return handle.call(philox, rows, hidden_size, dropout_p);
+  return handle.call(philox, std::move(rows), std::move(hidden_size), dropout_p);
 }
 
 OptionalTensor if_defined(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
@@ -37,7 +36,7 @@ struct AddNormBackward {
   BackwardOptions norm;  // of z: wants_x is for the node's x
   bool is_operator;
   double dropout_p;
-  at::ScalarType x_dtype, y_dtype;
+  at::ScalarType x_dtype;
   std::optional<at::ScalarType> residual_dtype;  // none: no residual
   bool wants_residual = false;
 
@@ -48,20 +47,17 @@ struct AddNormBackward {
     for_each_option(norm, function);
     function(dropout_p);
     function(x_dtype);
-    function(y_dtype);
     function(residual_dtype);
     function(wants_residual);
   }
 
   variable_list gradients(const variable_list& grad_outputs, const Tensors& saved) const {
     variable_list gradients(4);
-    Tensor grad_y = grad_outputs[0];
+    const Tensor& grad_y = grad_outputs[0];
     const Tensor grad_z = grad_outputs.size() > 1 ? grad_outputs[1] : Tensor();
     if (!grad_y.defined() && !grad_z.defined()) return gradients;
-    const Tensor& z = saved[0];
-    // y was not used: rare, so that a path of its own is not worth it
-    if (!grad_y.defined()) grad_y = at::zeros_like(z, z.options().dtype(y_dtype));
-    const NormGradients found = from(grad_y, grad_z, saved);
+    // Of y, where it was not used, no gradient of 0: times an infinite rstd, or a NaN, that is no 0
+    const NormGradients found = grad_y.defined() ? from(grad_y, grad_z, saved) : of_sum(grad_z, saved);
     if (norm.wants_x) gradients[0] = found.x;
     if (wants_residual) gradients[1] = found.residual;
     if (norm.wants_weight) gradients[2] = found.weight;
@@ -97,16 +93,28 @@ struct AddNormBackward {
     of_z.wants_x = norm.wants_x || wants_residual;
     NormGradients found = by_operations(grad_y, z, weight, of_z);
     if (!found.x.defined()) return found;
-    Tensor sum = grad_z.defined() ? found.x.add(grad_z) : found.x;
-    if (wants_residual) found.residual = sum.to(*residual_dtype);
+    const NormGradients of_stages = of_sum(grad_z.defined() ? found.x.add(grad_z) : found.x, saved);
+    found.x = of_stages.x;
+    found.residual = of_stages.residual;
+    return found;
+  }
+
+  // Of x and residual, from that of z.
+  NormGradients of_sum(const Tensor& grad_z, const Tensors& saved) const {
+    const Tensor &z = saved[0], &philox = saved[3];
+    NormGradients found;
+    if (wants_residual) found.residual = grad_z.to(*residual_dtype);
+    if (!norm.wants_x) return found;
+    Tensor dropped = grad_z;
     if (drops(philox)) {
-      int64_t rows = 1;
-      for (int64_t dim = 0; dim < z.dim() - norm.normalized_ndim; ++dim) rows *= z.size(dim);
-      const Tensor mask = call_dropout_mask(philox, rows, rows ? z.numel() / rows : 0, dropout_p);
+      c10::SymInt rows = 1, columns = 1;
+      const int64_t leading = z.dim() - norm.normalized_ndim;
+      for (int64_t dim = 0; dim < z.dim(); ++dim) (dim < leading ? rows : columns) *= z.sym_size(dim);
+      const Tensor mask = call_dropout_mask(philox, rows, columns, dropout_p);
       const double scale = dropout_p < 1 ? 1 / (1 - dropout_p) : 0;
-      sum = at::where(mask.view_as(z), sum.mul(scale), at::zeros({}, sum.options()));
+      dropped = at::where(mask.view_as(z), dropped.mul(scale), at::zeros({}, dropped.options()));
     }
-    found.x = sum.to(x_dtype);
+    found.x = dropped.to(x_dtype);
     return found;
   }
 
@@ -123,7 +131,6 @@ void record_add_norm(Tensor& y, Tensor& z, const Tensor& stats, const Tensor& x,
       is_operator,
       add.dropout_p,
       x.scalar_type(),
-      y.scalar_type(),
       add.residual.defined() ? std::optional(add.residual.scalar_type()) : std::nullopt,
   };
   if (wants_gradients({x, add.residual})) {

@@ -1042,6 +1042,8 @@ cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, Resi
   const int room = facts.shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
   constexpr int kKept = kKeptBytes<scalar_t, Plan, Fused>;
   const int depth = std::min(kFusedDepth<Plan>, (room - kKept) / Ring::kStageBytes);
+  // Who asks in turns fills a stage that lies so far behind
+  static_assert(Plan::kHasAsker || 2 + Plan::kOneBehind > Ring::kLag, "a stage would wait for itself");
   if (depth < 2 + Plan::kOneBehind) return cudaSuccess;
   const int bytes = depth * Ring::kStageBytes + kKept;
   error = allowed.run(device, [&] { return allow_more(kernel, bytes, Plan::kClusters ? facts.max_cluster : 1); });

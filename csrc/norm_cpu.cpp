@@ -47,8 +47,8 @@ template <class x_t>
 using AccOf = typename std::conditional<std::is_same<x_t, double>::value, double, float>::type;
 
 // `weight` and `bias` come as acc_t rows, never null; rows and columns as [begin, end).
-using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin,
-                             int64_t end, void* y_row);
+using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin, int64_t end,
+                             void* y_row);
 using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, void* grad_weight_partial,
                               void* grad_bias_partial, int64_t begin, int64_t end, void* grad_row);
 // `gate`: as weight, or null. `scales_memory`: hidden_size elements of acc_t, for dropout.

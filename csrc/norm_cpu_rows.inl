@@ -616,7 +616,8 @@ void add_row(const NormForwardParams& params, const void* gate, int64_t row, voi
   AddSweep<acc_t, x_t, residual_t, z_t> sweep{
       row_at<x_t>(params.x, params.x_strides, row),
       add.residual ? row_at<residual_t>(add.residual, add.residual_strides, row) : nullptr,
-      static_cast<const acc_t*>(gate), dropout_scales<acc_t>(add.dropout, row, n, scales_memory), static_cast<z_t*>(add.residual_out) + row * n};
+      static_cast<const acc_t*>(gate), dropout_scales<acc_t>(add.dropout, row, n, scales_memory),
+      static_cast<z_t*>(add.residual_out) + row * n};
   sweep_columns<acc_t>(sweep, 0, n);
 }
 
@@ -746,20 +747,18 @@ BackwardRows backward_rows_of(DType x_dtype, DType grad_output_dtype, DType grad
   const auto is_any = [&](DType dtype) { return x_dtype == dtype || grad_output_dtype == dtype; };
   const bool is_x_fp32 = x_dtype == DType::kFloat32, is_grad_output_fp32 = grad_output_dtype == DType::kFloat32;
   const bool is_grad_input_fp32 = grad_input_dtype == DType::kFloat32;
-  if (is_any(DType::kFloat16))
-    return backward_rows_of<Float16>(is_x_fp32, is_grad_output_fp32, is_grad_input_fp32);
-  if (is_any(DType::kBFloat16))
-    return backward_rows_of<BFloat16>(is_x_fp32, is_grad_output_fp32, is_grad_input_fp32);
+  if (is_any(DType::kFloat16)) return backward_rows_of<Float16>(is_x_fp32, is_grad_output_fp32, is_grad_input_fp32);
+  if (is_any(DType::kBFloat16)) return backward_rows_of<BFloat16>(is_x_fp32, is_grad_output_fp32, is_grad_input_fp32);
   return backward_rows<float, float, float>;
 }
 
-#define FLN_FOR_ACTIVATION(activation, function)                   \
-  switch (activation) {                                            \
-    case Activation::kRelu: return function(Activation::kRelu);    \
-    case Activation::kGelu: return function(Activation::kGelu);    \
+#define FLN_FOR_ACTIVATION(activation, function)                        \
+  switch (activation) {                                                 \
+    case Activation::kRelu: return function(Activation::kRelu);         \
+    case Activation::kGelu: return function(Activation::kGelu);         \
     case Activation::kGeluTanh: return function(Activation::kGeluTanh); \
-    case Activation::kSilu: return function(Activation::kSilu);    \
-    default: return function(Activation::kNone);                   \
+    case Activation::kSilu: return function(Activation::kSilu);         \
+    default: return function(Activation::kNone);                        \
   }
 
 template <class acc_t, class y_t>
@@ -833,8 +832,8 @@ WidenColumns widen_columns_of(bool is_double, DType from_dtype) {
   return from_dtype == DType::kBFloat16 ? widen_columns<float, BFloat16> : widen_columns<float, float>;
 }
 
-const Kernels kernels = {forward_rows_of,   backward_rows_of, add_row_of, add_grad_row_of,  after_row_of,
-                         after_grad_row_of, recover_row_of,   keep_row,   sum_chunks_of, widen_columns_of};
+const Kernels kernels = {forward_rows_of,   backward_rows_of, add_row_of, add_grad_row_of, after_row_of,
+                         after_grad_row_of, recover_row_of,   keep_row,   sum_chunks_of,   widen_columns_of};
 
 #undef FLN_FOR_ADD_DTYPE
 #undef FLN_FOR_DTYPE

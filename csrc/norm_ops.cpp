@@ -428,9 +428,9 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
   if (add && add->gate.defined()) {
     ready_gate = add->gate;
     const int64_t gates = segments_of(ready_gate, normalized_ndim);
-    TORCH_CHECK(ready_gate.scalar_type() == x.scalar_type() && ready_gate.device() == x.device() &&
-                    gates > 0 && gates == std::max<int64_t>(segments, 1) &&
-                    ready_gate.numel() == gates * extent.hidden_size && !add->philox.defined(),
+    TORCH_CHECK(ready_gate.scalar_type() == x.scalar_type() && ready_gate.device() == x.device() && gates > 0 &&
+                    gates == std::max<int64_t>(segments, 1) && ready_gate.numel() == gates * extent.hidden_size &&
+                    !add->philox.defined(),
                 "gate must have a row for each of weight's, be of x's dtype and device, and without dropout");
     Tensor no_bias;
     stage.gate_stride = ready_segments(ready_gate, no_bias, x.scalar_type());

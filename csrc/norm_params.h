@@ -55,7 +55,8 @@ struct Dropout {
   double scale;           // dropout_scale(p): what the elements that remain are multiplied by
 };
 
-// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). Where all rows have one weight.
+// What y passes through before it is stored: y = keep * dropout_scale * activation(norm). Where all rows have one
+// weight.
 enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu"};  // Python's
 struct AfterNorm {

@@ -181,7 +181,7 @@ TORCH_LIBRARY(fused_layernorm, library) {
       "int normalized_ndim, float weight_offset, bool is_rms_norm, bool wants_x, bool wants_weight, bool wants_bias, "
       "int activation, float dropout_p) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
       tags);
-  library.def("dropout_mask(Tensor philox, int rows, int hidden_size, float dropout_p) -> Tensor", tags);
+  library.def("dropout_mask(Tensor philox, SymInt rows, SymInt hidden_size, float dropout_p) -> Tensor", tags);
 }
 
 namespace {

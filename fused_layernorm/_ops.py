@@ -333,16 +333,24 @@ def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
 
 def operator_takes_type(cls: type, has_sharding_rules: bool) -> bool:
     """Whether an operator knows what to do with tensors of this class. The first DTensor brings the sharding rules."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes as long as torch itself
-    if distributed and issubclass(cls, distributed.DTensor):
+    if _is_dtensor_class(cls):
         _register_sharding_rules()
         return has_sharding_rules
     return cls in (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
+def _is_dtensor_class(cls: type) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes as long as torch itself
+    return distributed is not None and issubclass(cls, distributed.DTensor)
+
+
+def is_dtensor(x: torch.Tensor) -> bool:
+    return _is_dtensor_class(type(x))
+
+
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds: Dynamo
 # calls the function while it traces, instead of tracing into it.
-operator_takes_type._dynamo_marked_constant = True
+operator_takes_type._dynamo_marked_constant = is_dtensor._dynamo_marked_constant = True
 
 
 @functools.cache

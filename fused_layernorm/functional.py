@@ -204,8 +204,9 @@ def fused_add_layer_norm(
 
     Returns:
         ``(y, residual_out)``: y as of `fused_layer_norm`; residual_out is z, rounded once to its dtype, before the
-        statistics are taken: the norm is that of the tensor that is returned. Both contiguous new memory. With
-        `return_dropout_mask` ``(y, residual_out, mask)``, mask bool of x's shape.
+        statistics are taken: the norm is that of the tensor that is returned. Both contiguous new memory, and results
+        of one node of autograd's graph: y is no function of residual_out there. With `return_dropout_mask`
+        ``(y, residual_out, mask)``, mask bool of x's shape.
 
     The other arguments, the guarantees and the errors are those of `fused_layer_norm`; gradients flow to residual too.
     """
@@ -274,7 +275,7 @@ def fused_adaptive_layer_norm(
     Args:
         scale, shift: per token, of x's shape; per sample, ``[batch, *normalized_shape]`` with x's first dimension; for
             all, ``normalized_shape``; or of as many dimensions as x, those before normalized_shape 1 where values are
-            shared. Of x's dtype or float32.
+            shared. Of x's dtype, a narrower one, or float32.
         weight, bias: of the norm itself; DiT has none.
         normalized_shape: x's last dimension when neither this nor weight nor bias is given.
         gate: multiplies x before it is added to residual; of a shape as scale's. Needs a residual.
@@ -401,6 +402,8 @@ def _add_norm(
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
     z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
     _check_activation(activation)
+    if return_dropout_mask and _ops.is_dtensor(x):
+        raise TypeError("return_dropout_mask=True needs plain tensors, got a DTensor")
     philox = _draw_philox(x) if training and dropout_p else None
     y_dtype = reference.accumulation_dtype(x.dtype) if activation else out_dtype or x.dtype
     p = dropout_p if training else 0.0
@@ -438,9 +441,11 @@ def _adaptive_norm(
     shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), 0.0, out_dtype)
     if gate is not None and residual is None:
         raise ValueError("gate needs a residual that the product is added to, got residual=None")
+    if residual_dtype is not None and residual is None:
+        raise ValueError(f"residual_dtype needs a residual, got residual=None, residual_dtype={residual_dtype}")
     wide = reference.accumulation_dtype(x.dtype)
     scale, shift, gate = (
-        None if t is None else reference.as_modulation(name, t, x, len(shape))
+        None if t is None and name != "scale" else reference.as_modulation(name, t, x, len(shape))
         for name, t in (("scale", scale), ("shift", shift), ("gate", gate))
     )
     z_dtype = x.dtype if residual is None else reference.check_add_arguments(x, residual, residual_dtype, 0.0)
@@ -490,18 +495,21 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
     and not by how many rows there are, so that a row's bits do not depend on the rows beside it."""
     leading = x.dim() - normalized_ndim
     sizes, found = x.shape[:leading], scale.shape[:leading]
-    if shift is not None and shift.shape != scale.shape and shift.shape[:leading].numel() != 1:
+    if shift is not None and shift.shape != scale.shape and math.prod(shift.shape[:leading]) != 1:
         return None
     split = leading  # so many dimensions tell the parts apart: along those after them the scale is one
     while split and found[split - 1] == 1:
         split -= 1
     if split == 0:
         return ()
-    if found[:split] != sizes[:split] or not 0 < sizes.numel() < 2**31:
+    if found[:split] != sizes[:split] or (x.is_cuda and split == leading):
         return None
-    if x.is_cuda and (split == leading or sizes[:split].numel() > _ops.max_segments):
-        return None
-    return (sizes[:split].numel(),)
+    parts = math.prod(sizes[:split])  # not numel(), which makes an int of a symbolic size
+    # While tracing, sizes are not asked about what most have: it would be a guard
+    if not torch.compiler.is_compiling():
+        if not 0 < math.prod(sizes) < 2**31 or (x.is_cuda and parts > _ops.max_segments):
+            return None
+    return (parts,)
 
 
 def _gate_is_stage(x, gate, modulation_shape):
@@ -532,6 +540,11 @@ def _activate(y, activation):
     return _ACTIVATIONS[activation](y) if activation else y
 
 
+def _apart(*tensors):
+    """The same values as tensors of their own: what is a function of another of them, or is it, counts once."""
+    return [None if t is None else t.view_as(t) for t in tensors]
+
+
 def _setup_after_norm(ctx, inputs, output):
     x, weight, bias, philox, *ctx.options = inputs
     ctx.save_for_backward(x, weight, bias, philox, output[1])
@@ -542,6 +555,7 @@ def _after_norm_backward(ctx, grad_output, _):
     normalized_ndim, eps, weight_offset, is_rms_norm, _, kind, dropout_p = ctx.options
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
+        x, weight, bias = _apart(x, weight, bias)
         shape, wide = x.shape[x.dim() - normalized_ndim :], reference.accumulation_dtype(x.dtype)
         y = reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide)
         y = _activate(y, _ops.activations[kind])
@@ -564,6 +578,8 @@ def _setup_gated_norm(ctx, inputs, output):
     ctx.residual_dtype, ctx.bias_dtype = residual.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(x, residual, gate, weight, bias, *output[1:])
     ctx.set_materialize_grads(False)
+    if not any(ctx.needs_input_grad[:3]):
+        ctx.mark_non_differentiable(output[1])  # z
 
 
 def _gated_norm_backward(ctx, grad_y, grad_z, _):
@@ -572,21 +588,27 @@ def _gated_norm_backward(ctx, grad_y, grad_z, _):
     wants_x, wants_residual, wants_gate, wants_weight, wants_bias = ctx.needs_input_grad[:5]
     if grad_y is None and grad_z is None:
         return (None,) * 11
-    if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
-        shape = x.shape[x.dim() - normalized_ndim :]
-        total = _gated_sum(x, reference.of_each_row(gate, x, normalized_ndim), residual, z_dtype)
-        y = reference.norm(total, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype)
-        results = [(t, g) for t, g in ((y, grad_y), (total, grad_z)) if g is not None and t.requires_grad]
-        if not results:
-            return (None,) * 11
-        inputs = (x, residual, gate, weight, bias)
-        wanted = [t for t, wants in zip(inputs, ctx.needs_input_grad, strict=False) if wants]
-        found = iter(torch.autograd.grad(
-            [t for t, _ in results], wanted, [g for _, g in results], create_graph=True, allow_unused=True
-        ))  # fmt: skip
+    # Under create_graph once more by operations that have derivatives; so, too, where y was not used: of its gradient,
+    # 0, an infinite rstd or a NaN would make more
+    create_graph = torch.is_grad_enabled()
+    if create_graph or grad_y is None:
+        with torch.enable_grad():
+            inputs = _apart(x, residual, gate, weight, bias)
+            x, residual, gate, weight, bias = inputs
+            shape = x.shape[x.dim() - normalized_ndim :]
+            total = _gated_sum(x, reference.of_each_row(gate, x, normalized_ndim), residual, z_dtype)
+            results = [(total, grad_z)]
+            if grad_y is not None:
+                y = reference.norm(total, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype)
+                results.append((y, grad_y))
+            results = [(t, g) for t, g in results if g is not None and t.requires_grad]
+            if not results:
+                return (None,) * 11
+            wanted = [t for t, wants in zip(inputs, ctx.needs_input_grad, strict=False) if wants]
+            found = iter(torch.autograd.grad(
+                [t for t, _ in results], wanted, [g for _, g in results], create_graph=create_graph, allow_unused=True
+            ))  # fmt: skip
         return *(next(found) if wants else None for wants in ctx.needs_input_grad[:5]), *[None] * 6
-    if grad_y is None:
-        grad_y = torch.zeros_like(z, dtype=y_dtype)
     grad_x, grad_residual, *gradients = torch.ops.fused_layernorm.gated_norm_backward(
         grad_y, grad_z, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_residual,
         wants_weight, ctx.bias_dtype if wants_bias else None,
@@ -618,7 +640,10 @@ def _dropout_mask(x, philox, normalized_ndim, dropout_p):
 
 
 def _dropout(x, philox, normalized_ndim, dropout_p, dtype):
-    """Dropout as an operation of its own, result of `dtype`: where no kernel has it as a stage."""
+    """Dropout as an operation of its own, result of `dtype`: where no kernel has it as a stage. That of a DTensor is
+    PyTorch's, which knows what each rank draws."""
+    if _ops.is_dtensor(x):
+        return F.dropout(x.to(torch.promote_types(x.dtype, dtype)), dropout_p).to(dtype)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return reference.dropout(x, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, dtype)
     return DropoutFunction.apply(x, philox, normalized_ndim, dropout_p, dtype)

@@ -17,6 +17,11 @@ from .functional import (
 )
 from .reference import check_dropout_p
 
+# Called as they are by torch.fx.symbolic_trace, which would otherwise trace into them.
+for _function in ("fused_adaptive_layer_norm", "fused_add_layer_norm", "fused_add_rms_norm", "fused_layer_norm",
+                  "fused_rms_norm"):  # fmt: skip
+    torch.fx.wrap(_function)
+
 
 class FusedLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` computed by `fused_layernorm.fused_layer_norm`; checkpoints load both ways."""

@@ -102,16 +102,20 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
     if t.device != x.device:
         raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
+    if t.dtype in DTYPES and torch.promote_types(t.dtype, x.dtype) == x.dtype:
+        t = t.to(x.dtype)  # of a projection under autocast, narrower than x: loses nothing
     if not _goes_with(t.dtype, x.dtype):
-        raise TypeError(f"{name} must be of x's dtype, {x.dtype}, or float32, got {t.dtype}")
+        raise TypeError(f"{name} must be of x's dtype, {x.dtype}, or narrower, or float32, got {t.dtype}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
     leading = x.dim() - normalized_ndim
     shape, row = tuple(t.shape), tuple(x.shape[leading:])
     if len(shape) == x.dim():
         if shape[leading:] == row and all(n in (1, of) for n, of in zip(shape[:leading], x.shape, strict=False)):
             return t
-    elif shape == row:
+    elif len(shape) == len(row) and shape == row:  # lengths first: symbolic sizes that are compared become guards
         return t.reshape(*[1] * leading, *row)
-    elif leading > 1 and shape == (x.shape[0], *row):
+    elif leading > 1 and len(shape) == 1 + len(row) and shape == (x.shape[0], *row):
         return t.reshape(x.shape[0], *[1] * (leading - 1), *row)
     raise RuntimeError(
         f"{name} must be of x's shape, [{_join(x.shape)}], with 1 for any of its first {leading} dimensions, or "

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_add_rms_norm, fused_layer_norm, fused_rms_norm
+from fused_layernorm import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    fused_layer_norm,
+    fused_rms_norm,
+)
 
 ROOT = Path(__file__).parents[1]
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -295,6 +302,31 @@ def check_add_dtensor(device, rank, world_size):
 def test_add_dtensor(run):
     """residual and x split alike: no communication"""
     run(check_add_dtensor)
+
+
+def check_dropout_dtensor(device, rank, world_size):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh(device, (world_size,))
+    x = distribute_tensor(torch.randn(4, 500, 16, device=device), mesh, [Shard(0)]).requires_grad_()
+    weight = distribute_tensor(torch.ones(16, device=device), mesh, [Replicate()]).requires_grad_()
+    for kept, scale in (
+        (fused_layer_norm(x, weight, dropout_p=0.5), fused_layer_norm(x, weight)),
+        (fused_add_layer_norm(x, None, weight, dropout_p=0.5)[1], x),
+    ):
+        values = kept.full_tensor()
+        assert kept.placements == x.placements and abs((values == 0).double().mean() - 0.5) < 0.02
+        torch.testing.assert_close(values, torch.where(values == 0, 0, 2 * scale.full_tensor()))
+        (gradient,) = torch.autograd.grad(kept.sum(), x)
+        assert gradient.placements == x.placements and gradient.full_tensor().isfinite().all()
+    with pytest.raises(TypeError, match="return_dropout_mask=True needs plain tensors"):
+        fused_add_layer_norm(x, None, weight, dropout_p=0.5, return_dropout_mask=True)
+
+
+@on_backends(2)
+def test_dropout_dtensor(run):
+    """dropout of x and of y: PyTorch's operation, which knows what each rank draws"""
+    run(check_dropout_dtensor)
 
 
 @on_backends(2)

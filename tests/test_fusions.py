@@ -1268,6 +1268,132 @@ def test_operators_with_python_autograd(device, op):
 
 
 @on_devices("op", OPS)
+def test_gradients_of_tensors_that_depend_on_each_other(device, op):
+    """x a function of residual or of weight, one tensor as two arguments: the same gradients with create_graph"""
+    r, wide = (torch.randn(*shape, device=device, dtype=fp64, requires_grad=True) for shape in ((2, 5, 8), (3, 2, 8)))
+    scale, shift, gate = wide.unbind()
+    weight = torch.randn(8, device=device, dtype=fp64, requires_grad=True)
+    column = torch.arange(1.0, 6, device=device, dtype=fp64)[:, None].cos()
+
+    def gated(r, wide):
+        scale, shift, gate = wide.unbind()
+        y, z = ADAPTIVE[op](r.sin(), scale, shift, gate=gate, residual=r, eps=1e-5)
+        return y.sin() + z.cos()
+
+    def twice(r, wide):
+        y, z = ADAPTIVE[op](r, wide[0], wide[0], gate=wide[0], residual=r, eps=1e-5)
+        return y.sin() + z.cos()
+
+    def activated(weight):
+        return OPS[op](weight * column, weight, weight, 1e-5, activation="gelu")
+
+    def truth(call):
+        """The same by PyTorch operations."""
+
+        def norm(z):
+            return (
+                F.layer_norm(z, z.shape[-1:], eps=1e-5) if op == "layer_norm" else F.rms_norm(z, z.shape[-1:], eps=1e-5)
+            )
+
+        if call is activated:
+            return lambda weight: F.gelu(norm(weight * column) * weight + weight)
+
+        def composed(r, wide):
+            scale, shift, gate = (wide[0],) * 3 if call is twice else wide.unbind()
+            z = r + gate[:, None] * (r if call is twice else r.sin())
+            return (norm(z) * (1 + scale[:, None]) + shift[:, None]).sin() + z.cos()
+
+        return composed
+
+    for call, leaves in ((gated, (r, wide)), (twice, (r, wide)), (activated, (weight,))):
+        wanted = torch.autograd.grad(truth(call)(*leaves).cos().sum(), leaves)
+        for create_graph in (False, True):
+            found = torch.autograd.grad(call(*leaves).cos().sum(), leaves, create_graph=create_graph)
+            for one, two in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+        assert gradgradcheck(call, leaves)
+
+
+@on_devices("op", OPS)
+def test_only_residual_out(device, op):
+    """y is not used: the gradients of the sum alone, of rows that have no finite norm too"""
+    weight = torch.ones(8, device=device, requires_grad=True)
+    shift = torch.zeros(2, 8, device=device)
+    for value in (math.inf, 0.0):
+        x = torch.randn(2, 3, 8, device=device)
+        x[0, 0] = value
+        leaves = [t.requires_grad_() for t in (x, torch.zeros_like(x), torch.full((2, 8), 2.0, device=device))]
+        _, z = ADD_OPS[op](*leaves[:2], weight, eps=0.0)
+        found = torch.autograd.grad(z.sum(), (*leaves[:2], weight), allow_unused=True)
+        assert same_bits(found[0], torch.ones_like(x)) and same_bits(found[1], torch.ones_like(x))
+        assert found[2] is None
+        torch.manual_seed(0)
+        _, z, mask = ADD_OPS[op](*leaves[:2], weight, eps=0.0, dropout_p=0.5, return_dropout_mask=True)
+        assert same_bits(torch.autograd.grad(z.sum(), x)[0], 2.0 * mask)
+        _, z = ADAPTIVE[op](x, shift, shift, gate=leaves[2], residual=leaves[1], eps=0.0)
+        found = torch.autograd.grad(z.sum(), leaves)
+        assert same_bits(found[0], torch.full_like(x, 2.0)) and same_bits(found[1], torch.ones_like(x))
+        torch.testing.assert_close(found[2], x.detach().sum(1))
+    _, z = ADAPTIVE[op](
+        *(t.detach() for t in (x, shift)), shift.clone().requires_grad_(), gate=shift, residual=x.detach()
+    )
+    assert not z.requires_grad
+
+
+@on_devices("op", OPS)
+def test_modulation_beside_autocast(device, op):
+    """scale, shift and gate of 16 bits beside float32 x, as of a projection under autocast: as if they were widened"""
+    x, residual = torch.randn(2, 2, 3, 8, device=device)
+    rows = torch.randn(3, 2, 8, device=device).to(bf16).requires_grad_()
+    wide = rows.float()
+    found, wanted = (ADAPTIVE[op](x, t[0], t[1], gate=t[2], residual=residual, eps=1e-5) for t in (rows, wide))
+    assert all(same_bits(one, two) for one, two in zip(found, wanted, strict=True))
+    (gradient,) = torch.autograd.grad(found[0].sum(), rows)
+    assert gradient.dtype == bf16
+
+
+@on_devices("op", OPS, devices=("cpu",))
+def test_dynamic_sizes(device, op):
+    """one graph for every batch: export of modulated norms, compiled dropout, a double backward traced with symbols"""
+    torch.compiler.reset()
+
+    class Modulated(torch.nn.Module):
+        def forward(self, x, scale, shift):
+            return ADAPTIVE[op](x, scale, shift, eps=1e-5)
+
+    class Dropped(torch.nn.Module):
+        def forward(self, x):
+            return ADD_OPS[op](x, None, eps=1e-5, normalized_shape=8, dropout_p=0.5, return_dropout_mask=True)
+
+    def tensors(batch):
+        return torch.randn(batch, 3, 8), torch.randn(batch, 8), torch.randn(batch, 8)
+
+    for strict in (False, True):
+        for size in (torch.export.Dim("batch"), torch.export.Dim.AUTO):
+            program = torch.export.export(Modulated(), tensors(4), dynamic_shapes=({0: size},) * 3, strict=strict)
+            given = tensors(6)
+            torch.testing.assert_close(program.module()(*given), Modulated()(*given))
+    program = torch.export.export(Dropped(), tensors(4)[:1], dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert all(t.shape == (6, 3, 8) for t in program.module()(torch.randn(6, 3, 8)))
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(Dropped(), backend=counter, fullgraph=True)
+    for batch in range(2, 8):
+        compiled(torch.randn(batch, 3, 8))
+    assert counter.frame_count <= 2
+
+    def twice(x):
+        _, z = ADD_OPS[op](x, None, eps=1e-5, normalized_shape=8, dropout_p=0.5)
+        (once,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(once.square().sum(), x)[0]
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(4, 3, 8, requires_grad=True)
+    assert make_fx(twice, tracing_mode="symbolic")(x)(torch.randn(4, 3, 8, requires_grad=True)).shape == x.shape
+
+
+@on_devices("op", OPS)
 def test_modulated_parts_as_operator(device, op):
     """the operator with a weight for each part of the rows: opcheck, compile, double backward, what it refuses"""
     if not _ops.has_stages(device):

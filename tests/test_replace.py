@@ -16,7 +16,16 @@ import torch
 from checks import DEVICES, check_model, loss_and_gradients, package, randomize_norms
 from torch import nn
 
-from fused_layernorm import FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm, compat, replace_norms, restore_norms
+from fused_layernorm import (
+    FusedAdaptiveLayerNorm,
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    compat,
+    replace_norms,
+    restore_norms,
+)
 
 # ---------------------------------------------------------------------------------------------------- plain torch
 
@@ -395,6 +404,20 @@ def test_compiles_in_one_graph():
     replace_norms(norm)
     compiled = torch.compile(norm, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("cls,inputs", [
+    (FusedLayerNorm, 1), (FusedRMSNorm, 1), (FusedAddLayerNorm, 2), (FusedAddRMSNorm, 2), (FusedAdaptiveLayerNorm, 3)
+])  # fmt: skip
+def test_symbolic_trace(cls, inputs):
+    """torch.fx: a norm is one call in the graph, and computes what it did"""
+    given = torch.randn(inputs, 2, 3, 8).unbind()
+    module = cls(8)
+    traced = torch.fx.symbolic_trace(module)
+    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
+    found, wanted = traced(*given), module(*given)
+    for one, two in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_two_dimensional_weight_is_left():
