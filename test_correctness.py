@@ -1255,9 +1255,14 @@ def test_unusual_types_of_arguments(device, op):
     x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
     y = OPS[op](x, weight, None, 0.5, normalized_shape=8, weight_offset=1.0)
     for eps in (numpy.float64(0.5), numpy.float32(0.5), torch.tensor(0.5)):
-        for shape in ([numpy.int64(8)], (True * 8,), torch.Size([8])):
-            if fused_layernorm.backend() == "reference" and not isinstance(shape[0], int):
-                continue
+        for shape in (
+            [numpy.int64(8)],
+            numpy.int64(8),
+            numpy.array([8]),
+            torch.tensor(8),
+            (True * 8,),
+            torch.Size([8]),
+        ):
             for weight_offset in (1, numpy.float32(1)):
                 found = OPS[op](x, weight, None, eps, normalized_shape=shape, weight_offset=weight_offset)
                 torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-6)
@@ -1457,6 +1462,24 @@ BAD_CALLS = {  # name: (call(norm, device), exception, what its message must say
                                           SHAPE_ERROR, r"x must have shape \[\*, 3, 5\].*normalized_shape"),
     "normalized_shape is a string": (lambda norm, d: norm(ones(3, 4, device=d), normalized_shape="4"),
                                      (TypeError, RuntimeError), "normalized_shape"),
+    "normalized_shape is a float": (lambda norm, d: norm(ones(3, 4, device=d), normalized_shape=4.0),
+                                    TYPE_ERROR, "normalized_shape must be an int or a sequence of ints, got 4.0"),
+    "normalized_shape holds a float": (lambda norm, d: norm(ones(3, 4, device=d), normalized_shape=[4.0]),
+                                       TYPE_ERROR, r"normalized_shape must be an int or a sequence.*\[4.0\]"),
+    "normalized_shape is a bool": (  # with an activation, as plain eager mode takes True for 1
+        lambda norm, d: norm(ones(3, 1, device=d), normalized_shape=True, activation="relu"),
+        TYPE_ERROR, "normalized_shape must be an int or a sequence of ints, got True"),
+    "arguments in the order of F.layer_norm": (
+        lambda norm, d: norm(ones(3, 4, device=d), (4,), ones(4, device=d), ones(4, device=d)),
+        TYPE_ERROR, "weight must be a Tensor or None, got tuple; normalized_shape is given by keyword"),
+    "arguments in the order of F.layer_norm, with eps": (
+        lambda norm, d: norm(ones(3, 4, device=d), (4,), ones(4, device=d), None, 1e-5),
+        TYPE_ERROR, "weight must be a Tensor or None, got tuple; normalized_shape is given by keyword"),
+    "arguments in the order of F.rms_norm": (
+        lambda norm, d: norm(ones(3, 4, device=d), (4,), ones(4, device=d), 1e-5),
+        TYPE_ERROR, "weight must be a Tensor or None, got tuple; normalized_shape is given by keyword"),
+    "weight is a string": (lambda norm, d: norm(ones(3, 4, device=d), "w"),
+                           TYPE_ERROR, "weight must be a Tensor or None, got str$"),
     "weight is a list": (lambda norm, d: norm(ones(3, 4, device=d), [1.0] * 4, normalized_shape=4),
                          TYPE_ERROR, "weight must be a Tensor.*list"),
     "bias is a list": (lambda norm, d: norm(ones(3, 4, device=d), None, [1.0] * 4, normalized_shape=4),
@@ -1478,6 +1501,9 @@ BAD_CALLS = {  # name: (call(norm, device), exception, what its message must say
         TYPE_ERROR, r"weight must be of x's dtype"),
     "weight is int64": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, dtype=torch.int64, device=d)),
                         TYPE_ERROR, r"weight must be of x's dtype"),
+    "weight is fp16 beside fp32": (  # where no kernel says it
+        lambda norm, d: norm(ones(3, 4, device="meta"), ones(4, dtype=fp16, device="meta")),
+        TYPE_ERROR, r"weight must be of x's dtype, torch.float32, got torch.float16"),
     "bias is fp16 beside fp32": (
         lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), ones(4, dtype=fp16, device=d)),
         TYPE_ERROR, r"bias must be of x's dtype"),
@@ -1495,7 +1521,21 @@ BAD_CALLS = {  # name: (call(norm, device), exception, what its message must say
                            TYPE_ERROR, "out_dtype must be"),
     "out_dtype is a string": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), out_dtype="float32"),
                               TYPE_ERROR, "out_dtype"),
-    "eps is a string": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), eps="small"), TYPE_ERROR, ""),
+    "eps is a string": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), eps="small"),
+                        TYPE_ERROR, "eps must be a number, got str"),
+    "eps is a string, with an activation": (
+        lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), eps="small", activation="relu"),
+        TYPE_ERROR, "eps must be a number, got str"),
+    "eps is a weight": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), None, ones(4, device=d)),
+                        TYPE_ERROR, "eps must be a number, got Tensor"),
+    "bias is eps": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), 1e-5),
+                    TYPE_ERROR, "bias must be a Tensor or None, got float"),
+    "weight_offset is None": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), weight_offset=None),
+                              TYPE_ERROR, "weight_offset must be a number, got NoneType"),
+    "activation is a list": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), activation=["relu"]),
+                             TYPE_ERROR, "activation must be one of relu"),
+    "activation is a function": (lambda norm, d: norm(ones(3, 4, device=d), ones(4, device=d), activation=torch.relu),
+                                 TYPE_ERROR, "activation must be one of relu"),
 }  # fmt: skip
 
 
@@ -1510,6 +1550,16 @@ def test_bad_calls(device, op, name, route):
         return
     leaf = torch.ones(4, device=device, requires_grad=True)  # the library still works afterwards
     OPS[op](torch.ones(3, 4, device=device), leaf).sum().backward()
+
+
+@on_devices(devices=("cpu",))
+def test_bad_eps_of_layer_norm(device):
+    """eps=None is RMSNorm's alone"""
+    x, weight = ones(3, 4), ones(4)
+    for options in ({}, {"activation": "relu"}, {"memory_efficient": True}, {"stats_grad": False}):
+        with pytest.raises(TypeError, match="eps must be a number, got NoneType"):
+            OPS["layer_norm"](x, weight, eps=None, **options)
+        OPS["rms_norm"](x, weight, eps=None, **options)
 
 
 @on_devices("op", OPS, devices=("cuda",))

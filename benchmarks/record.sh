@@ -27,7 +27,7 @@ fi
 # shellcheck disable=SC2086
 ${WORKERS:+env OMP_NUM_THREADS=1} python3 -m pytest -q -p no:cacheprovider \
   ${WORKERS:+-n "$WORKERS" --dist worksteal} --junitxml="$out/tests.xml" \
-  ${TESTS:-test_correctness.py tests/test_fusions.py tests/test_pytorch.py tests/test_torch_own.py \
+  ${TESTS:-test_correctness.py tests/test_fusions.py tests/test_compat.py tests/test_pytorch.py tests/test_torch_own.py \
   tests/test_reported_failures.py tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
 tail -n 12 "$out/tests.log"
 python3 benchmarks/record_tests.py "$out/tests.xml" "$out"

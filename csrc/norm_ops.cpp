@@ -86,6 +86,11 @@ void check_x(const Tensor& x) {
               std::string("x must be on ") + (kWithCuda ? "cpu or cuda" : "cpu") + ", got " + x.device().str());
 }
 
+// What tensors beside x may be of, for the end of a sentence.
+std::string dtypes_beside(at::ScalarType x) {
+  return text(x) + (x == at::kDouble || x == at::kFloat ? "" : ", or float32");
+}
+
 void check_parameter(const char* name, const Tensor& parameter, const Tensor& x, at::IntArrayRef shape) {
   if (!parameter.defined()) return;
   const at::ScalarType dtype = x.scalar_type(), given = parameter.scalar_type();
@@ -94,8 +99,7 @@ void check_parameter(const char* name, const Tensor& parameter, const Tensor& x,
   TORCH_CHECK(parameter.device() == x.device(),
               std::string(name) + " must be on x's device, " + x.device().str() + ", got " + parameter.device().str());
   TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
-                   std::string(name) + " must be of x's dtype, " + text(dtype) +
-                       (dtype == at::kDouble ? "" : ", or float32") + ", got " + text(given));
+                   std::string(name) + " must be of x's dtype, " + dtypes_beside(dtype) + ", got " + text(given));
   check_dense(name, parameter);
 }
 
@@ -106,8 +110,7 @@ void check_residual(const Tensor& residual, const Tensor& x) {
   TORCH_CHECK(residual.device() == x.device(),
               "residual must be on x's device, " + x.device().str() + ", got " + residual.device().str());
   TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
-                   "residual must be of x's dtype, " + text(dtype) + (dtype == at::kDouble ? "" : ", or float32") +
-                       ", got " + text(given));
+                   "residual must be of x's dtype, " + dtypes_beside(dtype) + ", got " + text(given));
   check_dense("residual", residual);
 }
 
@@ -372,8 +375,7 @@ NormResults norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bi
     check_dropout(add->philox, add->dropout_p, x.device());
     z_dtype = add->residual_dtype.value_or(add->residual.defined() ? add->residual.scalar_type() : z_dtype);
     TORCH_CHECK_TYPE(z_dtype == x.scalar_type() || (z_dtype == at::kFloat && x.scalar_type() != at::kDouble),
-                     "residual_dtype must be x's dtype, " + text(x.scalar_type()) +
-                         (x.scalar_type() == at::kDouble ? "" : ", or float32") + ", got " + text(z_dtype));
+                     "residual_dtype must be x's dtype, " + dtypes_beside(x.scalar_type()) + ", got " + text(z_dtype));
   }
 
   const DeviceScope scope(x);

@@ -220,7 +220,7 @@ if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older
 
     @torch.library.register_fake(norm_operator)
     def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None, stats_grad=True):
-        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
 
     @torch.library.register_fake(norm_backward_operator)
@@ -231,11 +231,11 @@ if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older
         grad_x = x.new_empty(x.shape if wants_x else 0)
         return grad_x, *_fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype)
 
-    def _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype):
+    def _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype):
         if weight is not None and weight.dim() > normalized_ndim:  # one for each of several parts of the rows
             weight, bias = weight[0], None if bias is None else bias[0]
         shape = x.shape[x.dim() - normalized_ndim :]
-        reference.check_norm_arguments(x, weight, bias, shape, weight_offset, out_dtype)
+        reference.check_norm_arguments(x, weight, bias, shape, eps, weight_offset, out_dtype)
 
     def _fake_stats(z, normalized_ndim, is_rms_norm):
         shape = (1 if is_rms_norm else 3, *z.shape[: z.dim() - normalized_ndim])
@@ -257,7 +257,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
         x, residual, weight, bias, philox, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None,
         stats_grad=True, dropout_p=0.0, residual_dtype=None,
     ):  # fmt: skip
-        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
         z = x.new_empty(x.shape, dtype=reference.check_add_arguments(x, residual, residual_dtype, dropout_p))
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
 
@@ -288,7 +288,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
     def _(
         x, residual, gate, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, residual_dtype
     ):  # fmt: skip
-        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
         z = x.new_empty(x.shape, dtype=residual_dtype)
         return x.new_empty(x.shape, dtype=out_dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
 
@@ -305,7 +305,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
 
     @torch.library.register_fake(after_norm_operator)
     def _(x, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, activation, dropout_p):
-        _check_operator_arguments(x, weight, bias, normalized_ndim, weight_offset, out_dtype)
+        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
 
     @torch.library.register_fake(torch.ops.fused_layernorm.after_norm_backward.default)

@@ -2,17 +2,24 @@
 
     from fused_layernorm.compat import FusedLayerNorm, MixedFusedRMSNorm, FusedLayerNormAffineFunction, FastLayerNormFN
 
+The Mixed norms, `FastLayerNorm` and their functions give a result of the weight's dtype, and take 16-bit weights beside
+float32 x, too: a residual stream kept in float32, as in Megatron.
+
 What differs from Apex: any dtype and layout that `fused_layernorm.fused_layer_norm` takes; under autocast nothing is
-cast; `memory_efficient` keeps to its rule there, so that a weight of 0 keeps its gradient; CPU tensors work.
+cast; `memory_efficient` keeps to its rule there, so that a weight of 0 keeps its gradient; CPU tensors work;
+`manual_rms_norm` is a kernel's, and rounds once.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 from torch import Tensor, nn
 
 from .functional import fused_layer_norm as _layer_norm
 from .functional import fused_rms_norm as _rms_norm
+from .reference import accumulation_dtype, as_shape
 
 # ---- functions -------------------------------------------------------------------------------------------------------
 
@@ -28,9 +35,7 @@ def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False) 
 def mixed_dtype_fused_layer_norm_affine(
     input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False
 ) -> Tensor:
-    """The result has weight's dtype. memory_efficient has no effect where that is not input's."""
-    return _layer_norm(input, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=weight.dtype,
-                       memory_efficient=memory_efficient and weight.dtype == input.dtype)  # fmt: skip
+    return _in_weights_dtype(_layer_norm, input, weight, bias, normalized_shape, eps, memory_efficient)
 
 
 def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
@@ -42,45 +47,87 @@ def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False) ->
 
 
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
-    """The result has weight's dtype. memory_efficient has no effect where that is not input's."""
-    return _rms_norm(input, weight, None, eps, normalized_shape=normalized_shape, out_dtype=weight.dtype,
-                     memory_efficient=memory_efficient and weight.dtype == input.dtype)  # fmt: skip
+    return _in_weights_dtype(_rms_norm, input, weight, None, normalized_shape, eps, memory_efficient)
+
+
+def manual_rms_norm(input, normalized_shape, weight, eps) -> Tensor:
+    """The result has weight's dtype; without a weight, that of the statistics."""
+    if weight is None:
+        dtype = accumulation_dtype(input.dtype)
+        return _rms_norm(input, None, None, eps, normalized_shape=normalized_shape, out_dtype=dtype)
+    return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
 
 
 def _fast_layer_norm(x, weight, bias, epsilon, memory_efficient=False) -> Tensor:
-    return _layer_norm(x, weight, bias, epsilon, out_dtype=weight.dtype,
-                       memory_efficient=memory_efficient and weight.dtype == x.dtype)  # fmt: skip
+    return _in_weights_dtype(_layer_norm, x, weight, bias, None, epsilon, memory_efficient)
 
 
-# ---- classes of which callers use `apply` ----------------------------------------------------------------------------
+def _in_weights_dtype(norm, x, weight, bias, normalized_shape, eps, memory_efficient) -> Tensor:
+    """The result has weight's dtype. memory_efficient has no effect where that is not x's."""
+    dtype = weight.dtype
+    if x.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16):  # the norm takes only float32 beside it
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    return norm(x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=dtype,
+                memory_efficient=memory_efficient and dtype == x.dtype)  # fmt: skip
+
+
+# ---- classes of which callers use `apply`, and look for the arguments of `forward` -----------------------------------
 
 
 class FusedLayerNormAffineFunction:
     apply = staticmethod(fused_layer_norm_affine)
 
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+
 
 class FusedLayerNormFunction:
     apply = staticmethod(fused_layer_norm)
+
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
+        return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
     apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+
 
 class FusedRMSNormAffineFunction:
     apply = staticmethod(fused_rms_norm_affine)
+
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
+        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
 
 
 class FusedRMSNormFunction:
     apply = staticmethod(fused_rms_norm)
 
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
+        return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
+
 
 class FusedRMSNormAffineMixedDtypesFunction:
     apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
+        return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+
 
 class FastLayerNormFN:
     apply = staticmethod(_fast_layer_norm)
+
+    @staticmethod
+    def forward(ctx, x, gamma, beta, epsilon, memory_efficient=False):
+        return _fast_layer_norm(x, gamma, beta, epsilon, memory_efficient)
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
@@ -88,7 +135,7 @@ class FastLayerNormFN:
 
 class FusedLayerNorm(nn.LayerNorm):
     def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, memory_efficient=False) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
@@ -99,24 +146,29 @@ class FusedLayerNorm(nn.LayerNorm):
 
 class FusedRMSNorm(nn.RMSNorm):
     def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, memory_efficient=False) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
 
 
-def _only_affine(options: dict) -> None:
+def _take_options(module: nn.Module, options: dict) -> None:
+    """What callers of the Mixed norms say beside Apex's arguments: Apex takes any keyword, and uses none of them."""
     if not options.pop("elementwise_affine", True):
         raise RuntimeError("the Mixed norms have a weight always: elementwise_affine must be True")
-    if options:
-        raise TypeError(f"unexpected keyword arguments: {', '.join(options)}")
+    if options.pop("sequence_parallel_enabled", False):  # apex.transformer marks parameters for trainers to reduce
+        for parameter in module.parameters():
+            parameter.sequence_parallel_enabled = True
+    ignored = [name for name, value in options.items() if value]
+    if ignored:
+        warnings.warn(f"{type(module).__name__} ignores {', '.join(ignored)}, as Apex's does", stacklevel=3)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
     def __init__(self, normalized_shape, eps=1e-5, *, memory_efficient=False, **options) -> None:
-        _only_affine(options)
         super().__init__(normalized_shape, eps, True, memory_efficient)
+        _take_options(self, options)
 
     def forward(self, input: Tensor) -> Tensor:
         return mixed_dtype_fused_layer_norm_affine(
@@ -126,8 +178,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     def __init__(self, normalized_shape, eps=1e-5, *, memory_efficient=False, **options) -> None:
-        _only_affine(options)
         super().__init__(normalized_shape, eps, True, memory_efficient)
+        _take_options(self, options)
 
     def forward(self, input: Tensor) -> Tensor:
         return mixed_dtype_fused_rms_norm_affine(

@@ -110,7 +110,7 @@ def fused_layer_norm(
     norm is rounded to the dtype of y's gradient (x's, if that is wider), and PyTorch operations behind it elsewhere.
 
     Raises:
-        TypeError: an argument that is not a tensor, or is of a dtype or layout listed nowhere above.
+        TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.
         RuntimeError: shapes or devices that do not match.
         ValueError: no `normalized_shape` to be had, `weight_offset` without weight, an `activation` not listed above,
             `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout, or
@@ -151,9 +151,10 @@ def fused_rms_norm(
         rounding: where results are rounded on the way, for y that is bit-equal, in eager mode, to the norm classes of
             transformers: "llama" rounds x_hat to x's dtype before it is multiplied by weight, "gemma" (with
             ``weight_offset=1``) once at the end; both take the statistics with the operations of those classes, as
-            their last bits count. "torch", the default, rounds once, and is one pass. Forward of the others is PyTorch
-            operations; backward is the kernel, with the gradients of "torch". Where weight's dtype is wider than x's,
-            transformers returns it: give that as `out_dtype`.
+            their last bits count. Not for float64 x, which is normalized in float64 here and in float32 there. "torch",
+            the default, rounds once, and is one pass. Forward of the others is PyTorch operations; backward is the
+            kernel, with the gradients of "torch". Where weight's dtype is wider than x's, transformers returns it: give
+            that as `out_dtype`.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
@@ -321,18 +322,18 @@ def _rms_eps(eps, x):
 
 def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding="torch"):
     """The calls that are not plain eager mode."""
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
     has_stage = stats_grad or (isinstance(x, Tensor) and _ops.has_stages(x.device.type))
     if has_stage and _takes_kernel(x, weight, bias):
+        if normalized_shape is not None:
+            normalized_shape = reference.as_shape(normalized_shape)
         try:
             return NormFunction.apply(
                 x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding
             )
         except TypeError:  # pybind11 lists every argument; say which one is wrong
-            reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+            reference.check_norm_arguments(x, weight, bias, normalized_shape, eps, weight_offset, out_dtype)
             raise
-    shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+    shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, eps, weight_offset, out_dtype)
     options = (eps, weight_offset, is_rms_norm, out_dtype)
     if has_stage and rounding == "torch" and _takes_operator(x, weight, bias):
         frozen = () if stats_grad else (False,)  # defaults are left out: graphs stay loadable by older versions
@@ -353,7 +354,7 @@ def _norm_and_more(
     options = (eps, weight_offset, is_rms_norm)
     if not (activation or dropout_p or memory_efficient or accumulate_grad):
         return _norm(x, weight, bias, normalized_shape, *options, out_dtype, stats_grad, rounding)
-    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
+    shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, eps, weight_offset, out_dtype)
     reference.check_dropout_p(dropout_p)
     if memory_efficient:
         if activation or dropout_p or rounding != "torch" or not stats_grad or (out_dtype or x.dtype) != x.dtype:
@@ -399,7 +400,7 @@ def _add_norm(
 ):  # fmt: skip
     if rounding not in reference.ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
-    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), weight_offset, out_dtype)
+    shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, eps, weight_offset, out_dtype)
     z_dtype = reference.check_add_arguments(x, residual, residual_dtype, dropout_p)
     _check_activation(activation)
     if return_dropout_mask and _ops.is_dtensor(x):
@@ -438,7 +439,7 @@ def _adaptive_norm(
 ):
     if isinstance(x, Tensor) and x.dim() and normalized_shape is None and weight is None and bias is None:
         normalized_shape = x.shape[-1:]
-    shape = reference.check_norm_arguments(x, weight, bias, _as_shape(normalized_shape), 0.0, out_dtype)
+    shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, eps, 0.0, out_dtype)
     if gate is not None and residual is None:
         raise ValueError("gate needs a residual that the product is added to, got residual=None")
     if residual_dtype is not None and residual is None:
@@ -527,13 +528,10 @@ def _gated_sum(x, gate, residual, dtype):
     return reference.add(x.to(wide) * gate.to(wide), residual, dtype)
 
 
-def _as_shape(normalized_shape):
-    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-
-
 def _check_activation(activation):
-    if activation and activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, or None, got {activation!r}")
+    if activation and not (isinstance(activation, str) and activation in _ACTIVATIONS):
+        error = ValueError if isinstance(activation, str) else TypeError
+        raise error(f"activation must be one of {', '.join(_ACTIVATIONS)}, or None, got {activation!r}")
 
 
 def _activate(y, activation):
@@ -862,7 +860,7 @@ class NormFunction(torch.autograd.Function):
         if rounding == "torch":
             y, stats = _ops.norm_forward(x, weight, bias, *options, True, stats_grad)
         else:
-            shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, weight_offset, out_dtype)
+            shape = reference.check_norm_arguments(x, weight, bias, normalized_shape, eps, weight_offset, out_dtype)
             y = reference.norm(x, weight, bias, shape, *options[1:], stats_grad, rounding)
             stats = reference.rms_stats(x, shape, eps)
         ctx.save_for_backward(x, weight, stats)

@@ -15,7 +15,7 @@ from .functional import (
     fused_layer_norm,
     fused_rms_norm,
 )
-from .reference import check_dropout_p
+from .reference import as_shape, check_dropout_p
 
 # Called as they are by torch.fx.symbolic_trace, which would otherwise trace into them.
 for _function in ("fused_adaptive_layer_norm", "fused_add_layer_norm", "fused_add_rms_norm", "fused_layer_norm",
@@ -26,12 +26,33 @@ for _function in ("fused_adaptive_layer_norm", "fused_add_layer_norm", "fused_ad
 class FusedLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` computed by `fused_layernorm.fused_layer_norm`; checkpoints load both ways."""
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, bias, device, dtype)
+
     def forward(self, input: Tensor) -> Tensor:
         return fused_layer_norm(input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
 
 
 class FusedRMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` computed by `fused_layernorm.fused_rms_norm`; checkpoints load both ways."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return fused_rms_norm(input, self.weight, None, self.eps, normalized_shape=self.normalized_shape)
@@ -56,7 +77,7 @@ class FusedAddLayerNorm(nn.LayerNorm):
         residual_dtype: torch.dtype | None = None,
     ) -> None:
         check_dropout_p(dropout_p)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, bias, device, dtype)
         self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
 
     def forward(  # type: ignore[override]
@@ -86,7 +107,7 @@ class FusedAddRMSNorm(nn.RMSNorm):
         residual_dtype: torch.dtype | None = None,
     ) -> None:
         check_dropout_p(dropout_p)
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
         self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
 
     def forward(  # type: ignore[override]
@@ -113,7 +134,7 @@ class FusedAdaptiveLayerNorm(nn.LayerNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, bias, device, dtype)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, scale: Tensor, shift: Tensor, *, gate: Tensor | None = None, residual: Tensor | None = None

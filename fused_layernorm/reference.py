@@ -6,7 +6,10 @@ transforms and forward-mode AD, and the double backward of the kernels.
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +23,29 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def as_shape(normalized_shape: Any) -> tuple[int, ...]:
+    """normalized_shape as a tuple of Python's own ints: torch.compile takes numpy's for tensors."""
+    is_size = isinstance(normalized_shape, (int, torch.SymInt))
+    if not is_size and hasattr(normalized_shape, "__index__"):  # numpy's numbers; an array may be of sizes
+        is_size = not getattr(normalized_shape, "ndim", 0)
+    try:
+        return tuple(map(_as_size, (normalized_shape,) if is_size else normalized_shape))
+    except TypeError:
+        raise TypeError(f"normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}") from None
+
+
+def _as_size(n: Any) -> Any:
+    if isinstance(n, bool):
+        raise TypeError
+    return n if isinstance(n, (int, torch.SymInt)) else operator.index(n)  # of a SymInt that would be a constant
+
+
 def check_norm_arguments(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalized_shape: Sequence[int] | None,
+    normalized_shape: int | Sequence[int] | None,
+    eps: float,
     weight_offset: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, ...]:
@@ -35,14 +56,18 @@ def check_norm_arguments(
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.layout != torch.strided:
         raise TypeError(f"x must be a dense (strided) tensor, got layout {x.layout}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and not isinstance(parameter, Tensor):
+            # Where torch.nn.functional's norms have normalized_shape
+            hint = "; normalized_shape is given by keyword" if isinstance(parameter, (int, tuple, list)) else ""
+            raise TypeError(f"{name} must be a Tensor or None, got {type(parameter).__name__}{hint}")
     if normalized_shape is None:
         given = weight if weight is not None else bias
         if given is None:
             raise ValueError("normalized_shape is needed when neither weight nor bias is given")
-        normalized_shape = given.shape  # its sizes are tensors under torch.jit.trace
-    elif isinstance(normalized_shape, str) or not all(isinstance(n, (int, torch.SymInt)) for n in normalized_shape):
-        raise TypeError(f"normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
-    normalized_shape = tuple(normalized_shape)
+        normalized_shape = tuple(given.shape)  # its sizes are tensors under torch.jit.trace
+    else:
+        normalized_shape = as_shape(normalized_shape)
     if not normalized_shape:
         raise RuntimeError("normalized_shape must have at least one dimension, got ()")
     if tuple(x.shape[max(x.dim() - len(normalized_shape), 0) :]) != normalized_shape:
@@ -51,18 +76,17 @@ def check_norm_arguments(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"{name} must be a Tensor or None, got {type(parameter).__name__}")
         if tuple(parameter.shape) != normalized_shape:
             raise RuntimeError(f"{name} must have the shape of normalized_shape, [{_join(normalized_shape)}], "
                                f"got [{_join(parameter.shape)}]")  # fmt: skip
         if parameter.device != x.device:
             raise RuntimeError(f"{name} must be on x's device, {x.device}, got {parameter.device}")
         if not _goes_with(parameter.dtype, x.dtype):
-            raise TypeError(f"{name} must be of x's dtype, {x.dtype}"
-                            f"{'' if x.dtype == torch.float64 else ', or float32'}, got {parameter.dtype}")  # fmt: skip
+            raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, got {parameter.dtype}")
         if parameter.layout != torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got layout {parameter.layout}")
+    check_number("eps", eps)
+    check_number("weight_offset", weight_offset)
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"weight_offset needs a weight to be added to, got weight=None, weight_offset={weight_offset}")
     if out_dtype is not None and out_dtype not in DTYPES:
@@ -75,7 +99,6 @@ def check_add_arguments(
 ) -> torch.dtype:
     """Raise for what cannot be added to an x that is fine; return the dtype of z."""
     check_dropout_p(dropout_p)
-    wanted = f"x's dtype, {x.dtype}{'' if x.dtype == torch.float64 else ', or float32'}"
     given = x.dtype
     if residual is not None:
         if not isinstance(residual, Tensor):
@@ -86,13 +109,13 @@ def check_add_arguments(
             raise RuntimeError(f"residual must be on x's device, {x.device}, got {residual.device}")
         given = residual.dtype
         if not _goes_with(given, x.dtype):
-            raise TypeError(f"residual must be of {wanted}, got {given}")
+            raise TypeError(f"residual must be of x's dtype, {_dtypes_beside(x)}, got {given}")
         if residual.layout != torch.strided:
             raise TypeError(f"residual must be a dense (strided) tensor, got layout {residual.layout}")
     if residual_dtype is None:
         return given
     if not _goes_with(residual_dtype, x.dtype):
-        raise TypeError(f"residual_dtype must be {wanted}, got {residual_dtype}")
+        raise TypeError(f"residual_dtype must be x's dtype, {_dtypes_beside(x)}, got {residual_dtype}")
     return residual_dtype
 
 
@@ -105,7 +128,7 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
     if t.dtype in DTYPES and torch.promote_types(t.dtype, x.dtype) == x.dtype:
         t = t.to(x.dtype)  # of a projection under autocast, narrower than x: loses nothing
     if not _goes_with(t.dtype, x.dtype):
-        raise TypeError(f"{name} must be of x's dtype, {x.dtype}, or narrower, or float32, got {t.dtype}")
+        raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, or narrower, got {t.dtype}")
     if t.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
     leading = x.dim() - normalized_ndim
@@ -123,6 +146,13 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
     )
 
 
+def check_number(name: str, value: Any) -> None:
+    # float first, as it is quick to find; numpy's numbers are Real
+    is_number = isinstance(value, (float, numbers.Real, torch.SymFloat, torch.SymInt))
+    if not (is_number or (isinstance(value, Tensor) and value.numel() == 1)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
 def check_dropout_p(dropout_p: float) -> None:
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
@@ -132,6 +162,11 @@ def check_dropout_p(dropout_p: float) -> None:
 
 def _goes_with(dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
     return dtype == x_dtype or (dtype == torch.float32 and x_dtype != torch.float64)
+
+
+def _dtypes_beside(x: Tensor) -> str:
+    """What `_goes_with` allows, in words."""
+    return f"{x.dtype}{'' if x.dtype in (torch.float32, torch.float64) else ', or float32'}"
 
 
 def _join(shape: Sequence[int]) -> str:

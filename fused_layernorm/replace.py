@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import numbers
 import re
 import textwrap
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
-from .reference import DTYPES
+from .reference import DTYPES, as_shape
 
 _TORCH_CLASSES = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
 _KNOWN_PACKAGES = ("transformers", "transformers_modules", "diffusers", "timm", "torchvision")
@@ -86,9 +87,10 @@ def replace_norms(
     over channels). Anything else is left as it is, with the reason: other subclasses, parametrized modules, instances
     with a forward of their own, weights that are sharded or quantized. docs/models.md shows it for whole models.
 
-    Only `module.__class__` changes, to a subclass of the original. Parameters stay the same objects (an optimizer made
-    before goes on working), state_dict keys, hooks and names stay; deepcopy, pickle and `isinstance` work. Calling it
-    twice changes nothing more; `restore_norms` undoes it. Replace before sharding (FSDP, tensor parallel).
+    Only `module.__class__` changes, to a subclass of the original (and a normalized_shape of numpy's ints to Python's).
+    Parameters stay the same objects (an optimizer made before goes on working), state_dict keys, hooks and names stay;
+    deepcopy, pickle and `isinstance` work. Calling it twice changes nothing more; `restore_norms` undoes it. Replace
+    before sharding (FSDP, tensor parallel).
 
     Numerics: statistics and products in float32, one rounding at the end. That is what torch, OLMo, GPT-OSS, Gemma and
     Cohere do. Llama and T5 round the normalized value to 16 bits before they multiply by weight; there the result is up
@@ -128,6 +130,9 @@ def replace_norms(
         entries.append(NormEntry(name, type(module).__name__, fused_class and fused_class.__name__, note))
         if fused_class:
             module.__class__ = fused_class
+            sizes = getattr(module, "normalized_shape", None)
+            if isinstance(sizes, tuple) and any(isinstance(n, numbers.Integral) and type(n) is not int for n in sizes):
+                module.normalized_shape = as_shape(sizes)  # torch.compile takes numpy's ints for tensors
     return ReplaceReport(tuple(entries))
 
 

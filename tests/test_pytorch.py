@@ -273,6 +273,19 @@ def test_compile_of_many_widths(device):
     assert len(compiled.graphs) <= 2
 
 
+@on_devices("sizes", [(slice(-1, None),), (-1,)])
+def test_compile_of_many_widths_without_weight(device, sizes):
+    """normalized_shape of x's own sizes, which are symbols: one graph for all"""
+    compiled = Compiled("aot_eager")
+    function = torch.compile(
+        lambda x: fused_layer_norm(x, normalized_shape=x.shape[sizes]), backend=compiled, fullgraph=True, dynamic=True
+    )
+    for size in (8, 24, 33):
+        x = torch.randn(4, size, device=device)
+        torch.testing.assert_close(function(x), fused_layer_norm(x, normalized_shape=size))
+    assert len(compiled.graphs) <= 2
+
+
 @on_devices("backend", ["eager", "aot_eager", "inductor"])
 def test_compile_with_one_tensor_in_many_places(device, backend):
     """x as its own weight and bias, and used beside the norm"""

@@ -189,6 +189,16 @@ def test_attributes_hooks_and_flags_survive():
     assert vars(norm).keys() == before.keys() and type(norm) is nn.LayerNorm
 
 
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
+def test_numpys_sizes_become_pythons(cls):
+    numpy = pytest.importorskip("numpy")
+    model, x = nn.Sequential(cls(numpy.prod((2, 4)))), torch.randn(3, 8)
+    before = model(x)
+    replace_norms(model)
+    assert type(model[0].normalized_shape[0]) is int
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), before)
+
+
 def test_shared_module_and_tied_parameter():
     shared = nn.LayerNorm(8)
     tied = nn.LayerNorm(8)
