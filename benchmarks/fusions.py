@@ -1,10 +1,11 @@
 """What is fused around a norm, against the same in PyTorch operations, in torch.compile's, and in flash-attention's
-Triton norm where that is installed and has it, in one run on a GPU:
-`python benchmarks/fusions.py [FOLDER] [--hidden 1024 4096 8192] [--dtype bf16] [--compiled 4096]`.
+Triton norm where that is installed and has it, in one run:
+`python benchmarks/fusions.py [FOLDER] [--hidden 1024 4096 8192] [--dtype bf16] [--compiled 4096] [--cpu]`.
 
 x has 256 MiB. GPU time of CUDA graphs, forward without gradients, and backward of everything that has a gradient.
 `fraction`: of the rate of a copy of x, for the bytes that must be moved (reads and writes of tensors of x's size, as
-PASSES says). Writes fusions_*.json into FOLDER (default: benchmarks/output) and prints a table.
+PASSES says). Writes fusions_*.json into FOLDER (default: benchmarks/output) and prints a table. With --cpu x has 8 MiB,
+times are of a Python loop on one thread, the least of the rounds, and no record is written: read them as ratios.
 """
 
 import argparse
@@ -27,12 +28,12 @@ from test_benchmark import DTYPES, environment, flash_attn_module, version_of  #
 SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
 EPS = 1e-6
 # Tensors of x's size that must be read or written, forward and backward
-PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6)}
+PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 6)}
 
 
-def tensors(rows, hidden_size, dtype):
+def tensors(rows, hidden_size, dtype, device):
     def randn(*shape):
-        return torch.randn(*shape, device="cuda", dtype=dtype)
+        return torch.randn(*shape, device=device, dtype=dtype)
 
     found = {
         "x": randn(SAMPLES, rows // SAMPLES, hidden_size),
@@ -41,6 +42,7 @@ def tensors(rows, hidden_size, dtype):
     found |= {"weight": 1 + 0.1 * randn(hidden_size), "bias": randn(hidden_size)}
     modulation = (0.1 * randn(SAMPLES, 1, 3 * hidden_size)).chunk(3, -1)
     found |= dict(zip(("scale", "shift", "gate"), modulation, strict=True))
+    found |= {f"{name} of tokens": 0.1 * randn(*found["x"].shape) for name in ("scale", "shift")}
     modulation = (0.1 * randn(MANY_SAMPLES, 1, 2 * hidden_size)).chunk(2, -1)
     found |= dict(zip(("scale of many", "shift of many"), modulation, strict=True))
     return found | {"x of many": found["x"].view(MANY_SAMPLES, -1, hidden_size)}
@@ -95,6 +97,9 @@ FUSIONS = {
     f"adaptive_layer_norm, {MANY_SAMPLES} samples": (
         lambda *t: fln.fused_adaptive_layer_norm(*t, eps=EPS), modulate,
         ("x of many", "scale of many", "shift of many"), "norm"),
+    "adaptive_layer_norm, each token": (
+        lambda *t: fln.fused_adaptive_layer_norm(*t, eps=EPS), modulate, ("x", "scale of tokens", "shift of tokens"),
+        "token"),
     "adaptive_layer_norm, residual": (
         lambda x, residual, scale, shift: fln.fused_adaptive_layer_norm(x, scale, shift, residual=residual, eps=EPS),
         lambda x, residual, scale, shift: (modulate(residual + x, scale, shift), residual + x),
@@ -130,6 +135,20 @@ def flash_attn(name, hidden_size):
     )
 
 
+class LoopTimer:
+    """On the CPU."""
+
+    stream = None
+
+    def us(self, call):
+        samples = []
+        for _ in range(20):
+            started = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - started)
+        return 1e6 * min(samples)
+
+
 class Timer:
     def __init__(self, launches=10, rounds=9):
         self.launches, self.rounds = launches, rounds
@@ -162,17 +181,18 @@ def times(timer, function, inputs):
     leaves = [t.detach().requires_grad_() for t in inputs]
     for leaf in leaves[1:]:
         leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32) if leaf.dim() == 1 else None
-    with torch.cuda.stream(timer.stream):
+    with torch.cuda.stream(timer.stream):  # None: nothing
         results = function(*leaves)
         results = results if isinstance(results, tuple) else (results,)
         gradients = [torch.randn_like(t) for t in results]
-    torch.cuda.synchronize()
+    if timer.stream:
+        torch.cuda.synchronize()
     return forward, timer.us(lambda: torch.autograd.grad(results, leaves, gradients, retain_graph=True))
 
 
-def copy_rate(timer):
+def copy_rate(timer, device, nbytes):
     """Bytes a microsecond, read and written."""
-    source = torch.randn(1 << 26, device="cuda")
+    source = torch.randn(nbytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / timer.us(lambda: target.copy_(source))
 
@@ -184,19 +204,23 @@ def main():
     parser.add_argument("--dtype", nargs="*", default=["bf16"], choices=("bf16", "fp16", "fp32"))
     parser.add_argument("--compiled", nargs="*", type=int, default=[4096], help="hidden sizes of torch.compile too")
     parser.add_argument("--only", default="", help="part of the name of a fusion")
+    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU")
+    if not args.cpu and not torch.cuda.is_available():
+        raise SystemExit("needs a GPU, or --cpu")
     from torch._functorch import config
 
     config.donated_buffer = False  # backward is run many times from one forward
-    timer, found, started = Timer(), [], time.monotonic()
-    copy = copy_rate(timer)
+    device, nbytes = ("cpu", 8 << 20) if args.cpu else ("cuda", 256 << 20)
+    if args.cpu:
+        torch.set_num_threads(1)
+    timer, found, started = LoopTimer() if args.cpu else Timer(), [], time.monotonic()
+    copy = copy_rate(timer, device, nbytes)
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
     for dtype in args.dtype:
         for hidden_size in args.hidden:
-            rows = (256 << 20) // (hidden_size * DTYPES[dtype].itemsize) // MANY_SAMPLES * MANY_SAMPLES
-            inputs = tensors(rows, hidden_size, DTYPES[dtype])
+            rows = nbytes // (hidden_size * DTYPES[dtype].itemsize) // MANY_SAMPLES * MANY_SAMPLES
+            inputs = tensors(rows, hidden_size, DTYPES[dtype], device)
             for name, (ours, theirs, names, moved) in FUSIONS.items():
                 if args.only not in name:
                     continue
@@ -224,6 +248,8 @@ def main():
                     f"{p} {r[0]['us']:7.1f} ({r[0]['fraction']:.2f}) {r[1]['us']:7.1f} ({r[1]['fraction']:.2f})"
                     for p, r in line.items() if r), flush=True)  # fmt: skip
             del inputs
+    if args.cpu:
+        return
     args.folder.mkdir(parents=True, exist_ok=True)
     meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES}
     meta["flash_attn"] = version_of("flash-attn")

@@ -169,14 +169,15 @@ struct NormBackwardParams {
   bool stats_grad;  // false: mean and rstd are constants
   bool accumulate;  // add grad_weight and grad_bias, both fp32, to what is there
 
-  // In the host's memory; nullptr: forward had none. after: only where has_after_stage_cuda() says yes; grad_output is
-  // y's then, that of the norm is made of it, rounded to x's dtype, and bias is forward's.
+  // In the host's memory; nullptr: forward had none. after: on CUDA only where has_after_stage_cuda() says yes;
+  // grad_output is y's then, and bias forward's.
   const AddGradStage* add;
-  const GateGradStage* gate;  // the same as `add`, where there is a gate; only where has_gate_stage_cuda() says yes
+  const GateGradStage*
+      gate;  // the same as `add`, where there is a gate; on CUDA only where has_gate_stage_cuda() says yes
   const AfterNorm* after;
   const void* bias;
   // memory_efficient: x is forward's y, and x_hat = (y - bias) / (weight + weight_offset), which must not be 0; mean is
-  // nullptr. Only where has_y_stage_cuda() says yes.
+  // nullptr. On CUDA only where has_y_stage_cuda() says yes.
   bool x_is_y;
 };
 

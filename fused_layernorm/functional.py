@@ -106,8 +106,9 @@ def fused_layer_norm(
     Results and gradients are the same bits on every run, and a row's result does not depend on the rows beside it.
     Gradients have the dtype of what they are the gradient of. Differentiable any number of times. Under
     ``torch.compile`` the call is one operator in the graph; in ``torch.func`` transforms and forward-mode AD the same
-    formula runs as PyTorch operations. Activation and dropout are part of the kernel on CUDA, where the gradient of the
-    norm is rounded to the dtype of y's gradient (x's, if that is wider), and PyTorch operations behind it elsewhere.
+    formula runs as PyTorch operations. Activation and dropout are part of the kernel; on CUDA, where backward of them is a
+    kernel of its own (docs/fusions.md), the gradient of the norm is rounded to the dtype of y's gradient in between, or
+    to x's, if that is wider.
 
     Raises:
         TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.
