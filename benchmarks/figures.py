@@ -1,12 +1,15 @@
-"""The table of figures in docs/reliability.md: `python benchmarks/figures.py [FOLDER]` prints what the newest records
-in FOLDER say (default: benchmarks/results, with what lies in it); --docs writes it into the page."""
+"""The tables of figures in the documentation, from the newest records: `python benchmarks/figures.py [FOLDER]` prints
+that of docs/reliability.md for FOLDER (default: benchmarks/results, with what lies in it); --docs writes all of them
+into README.md, docs/fusions.md and docs/reliability.md."""
 
 import argparse
 import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, HEADING = ROOT / "docs" / "reliability.md", "## Figures of the last recorded run\n"
+HEADING = "## Figures of the last recorded run\n"
+OURS_AND_TORCH = ("fused", "torch", "compile")
+SWEEP = (64, 256, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 131072, 262144)
 
 
 def newest(folder, pattern):
@@ -73,18 +76,114 @@ def table(folder):
     return "\n".join(lines) + "\n"
 
 
-def page(folder):
-    """docs/reliability.md with the table, which is all that follows the heading."""
-    text = PAGE.read_text()
-    return f"{text[: text.index(HEADING)]}{HEADING}\n{table(folder)}"
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def cell(results, providers, form, **wanted):
+    """What `form` makes of each provider's result, where there is one."""
+    found = []
+    for provider in providers:
+        matching = [r for r in results if r["provider"] == provider and wanted.items() <= r.items()]
+        found.append(form(matching[0]) if matching else "-")
+    return " / ".join(found)
+
+
+def us(digits):
+    return lambda result: f"{result['us']:.{digits}f}"
+
+
+def sweep_rows(record):
+    fastest = record["meta"]["roofs"]
+    bits = {"bf16": 16, "fp32": 32}
+    # The problems of a fixed size: the others are the small shapes
+    large = [r for r in record["results"] if r["rows"] * r["hidden_size"] * bits[r["dtype"]] >= 1 << 30]
+
+    def fraction(result):  # of the fastest copy of the run, where that of the cell was slow
+        name = "copy" if result["direction"] == "forward" else "two_reads_one_write"
+        most = fastest[f"{name}_{result['dtype']}_gb_per_s"]
+        roof = result["gb_per_s"] / result["fraction"]
+        return f"{result['fraction'] if roof >= 0.98 * most else result['gb_per_s'] / most:.2f}"
+
+    for n in SWEEP:
+        yield [str(n), *(
+            cell(large, OURS_AND_TORCH, fraction, op="layer_norm", dtype=dtype, direction=direction, hidden_size=n)
+            for dtype in bits for direction in ("forward", "backward"))]  # fmt: skip
+
+
+def huge_rows(record):
+    for rows, n in ((8, 1 << 22), (1, 1 << 24)):
+        shape = {"op": "layer_norm", "rows": rows, "hidden_size": n}
+        yield [f"{rows} x {n}", *(
+            cell(record["results"], OURS_AND_TORCH, us(0), **shape, dtype=dtype, direction=direction)
+            for dtype in ("bf16", "fp32") for direction in ("forward", "backward"))]  # fmt: skip
+
+
+def small_rows(record):
+    for rows, n in ((32, 512), (64, 1024), (128, 2048), (256, 4096)):
+        shape = {"rows": rows, "hidden_size": n, "dtype": "fp32"}
+        on_gpu = [cell(record["results"], OURS_AND_TORCH, us(1), **shape, op=op, direction=direction)
+                  for op in ("layer_norm", "rms_norm") for direction in ("forward", "backward")]  # fmt: skip
+        wall = [cell(record["results"], OURS_AND_TORCH[:2], us(0), **shape, op="layer_norm", direction=direction)
+                for direction in ("call_no_grad", "step")]  # fmt: skip
+        yield [f"{rows} x {n}", *on_gpu, *wall]
+
+
+def fusion_rows(record):
+    results = record["results"]
+    for name in dict.fromkeys(r["fusion"] for r in results):
+        row = [name]
+        for direction in ("forward", "backward"):
+            of = [r for r in results if r["fusion"] == name and r["direction"] == direction]
+            row.append(cell(of, OURS_AND_TORCH, us(0), hidden_size=4096))
+            fractions = {r["hidden_size"]: r["fraction"] for r in of if r["provider"] == "fused"}
+            others = [fractions[n] for n in (1024, 1536, 4096, 8192)]
+            row.append(f"{fractions[4096]:.2f} ({min(others):.2f} to {max(others):.2f}; {fractions[1152]:.2f})")
+        yield row
+
+
+def add_rows(record):
+    results = record["results"]
+    everybody = (*OURS_AND_TORCH, "flash_attn", "liger", "quack")
+    for rows, n in dict.fromkeys((r["rows"], r["hidden_size"]) for r in results):
+        yield [f"{rows} x {n}", *(
+            cell(results, everybody[:4] if op == "add_layer_norm" else everybody, us(0), op=op, direction=direction,
+                 rows=rows, hidden_size=n)
+            for op in ("add_layer_norm", "add_rms_norm") for direction in ("forward", "backward"))]  # fmt: skip
+
+
+# page, how its table begins, the records, the rows
+TABLES = (
+    ("README.md", "| hidden size | bf16 forward", "benchmark_*.json", sweep_rows),
+    ("README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", huge_rows),
+    ("README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", small_rows),
+    ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", fusion_rows),
+    ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", add_rows),
+)
+
+
+def pages(folder):
+    """{name: the page with its tables}."""
+    found = {name: (ROOT / name).read_text() for name in ("README.md", "docs/fusions.md", "docs/reliability.md")}
+    for name, beginning, pattern, rows in TABLES:
+        lines = found[name].split("\n")
+        (start,) = (i for i, line in enumerate(lines) if line.startswith(beginning))
+        end = start + 2
+        while lines[end].startswith("|"):
+            end += 1
+        lines[start + 2 : end] = ["| " + " | ".join(row) + " |" for row in rows(newest(folder, pattern))]
+        found[name] = "\n".join(lines)
+    text = found["docs/reliability.md"]
+    found["docs/reliability.md"] = f"{text[: text.index(HEADING)]}{HEADING}\n{table(folder)}"
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--docs", action="store_true", help="write it into docs/reliability.md")
+    parser.add_argument("--docs", action="store_true", help="write them into the pages")
     args = parser.parse_args()
     if args.docs:
-        PAGE.write_text(page(args.folder))
+        for name, text in pages(args.folder).items():
+            (ROOT / name).write_text(text)
     else:
         print(table(args.folder), end="")

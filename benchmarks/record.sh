@@ -1,43 +1,191 @@
 #!/usr/bin/env bash
-# In one call on a machine with a GPU and torch: builds for its card, runs the tests of the kernels on it, benchmarks,
-# draws, and leaves the records (tests_*.json, benchmark_*.json, .csv and .png) in the folder given, by default
-# benchmarks/output. TESTS or SWEEP replace what is run, BUILD=true builds nothing. WARM: processes that fill the compile
-# caches first, by default one a core; 0: none. WORKERS: processes for the tests (needs pytest-xdist, and a card with
-# memory for so many), during which the caches are filled.
+# What is recorded about the library on a card, in one call on a machine with a GPU, torch, pytest and hypothesis. Builds
+# for the card; then the parts, which leave their records in the folder given (default: benchmarks/output):
+#   tests      those of the kernels (TESTS: others), in WORKERS processes beside one for those that fill the card
+#              (default: all in one process; more need pytest-xdist, and a card with memory for so many)
+#   pair       those that want two cards, on the first two
+#   fuzz       FUZZ random cases in all (default 20000), in as many processes as there are cores
+#   sanitizer  benchmarks/sanitize.py, by the compute-sanitizer that PATH has first
+#   racecheck  the same by racecheck, in a build of its own, on RACECHECK_CARDS (such as 0,1; default: its row's)
+#   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
+#   promises   tests/test_reliability.py, which wants the card for itself
+#   warm       fills the compile caches for what follows, in as many processes as there are cores
+#   benchmark  test_benchmark.py (SWEEP: its options), drawn, and the targets that it meets
+#   residual   the norms with a residual at five shapes beside all others that are installed
+#   fusions    benchmarks/fusions.py
+# PARTS names them in their order (default: "tests warm benchmark residual fusions"). A "/" begins another row of parts,
+# which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
+# and it records what it reached until then:
+#   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
+# BUILD=true builds nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
 mkdir -p "$out"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+out=$(realpath "$out")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVICE=${FUZZ_DEVICE:-cuda}
+: "${FUZZ:=20000}" "${STEPS:=10000}" "${WORKERS:=0}" "${BUILD:=env FORCE_CUDA=1 python3 setup.py build_ext --inplace}"
+: "${PARTS:=tests warm benchmark residual fusions}"
+: "${TESTS:=test_correctness.py tests/test_fusions.py tests/test_compat.py tests/test_pytorch.py tests/test_torch_own.py \
+  tests/test_replace.py test_benchmark.py}"
+: "${SWEEP:=--shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
+  --direction forward,backward,call_no_grad,step --providers fused,torch,compile --rounds 10}"
+RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,65536x2048,32768x4096,16384x8192,4096x8192 \
+  --direction forward,backward --providers all --rounds 4"
+FUSIONS="--hidden 1024 1152 1536 4096 8192 --dtype bf16 --compiled 4096"
+[[ -n ${TORCHINDUCTOR_CACHE_DIR:-} ]] || # fusions.py finds what test_benchmark.py --warm left
+  export TORCHINDUCTOR_CACHE_DIR=$PWD/benchmarks/output/cache/inductor \
+    TRITON_CACHE_DIR=$PWD/benchmarks/output/cache/triton QUACK_CACHE_DIR=$PWD/benchmarks/output/cache/quack
 
-${BUILD:-env FORCE_CUDA=1 python3 setup.py build_ext --inplace} > "$out/build.log" 2>&1 ||
-  { tail -n 30 "$out/build.log"; exit 1; }
-sweep=${SWEEP:---shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
-  --direction forward,backward,call_no_grad,step --providers all --rounds 10}
-warm() {
-  # shellcheck disable=SC2086
-  (($1 == 0)) || python3 test_benchmark.py $sweep --warm "$1" || true # the run itself says who fails
+# Each part is called with its seconds, 0: as long as it takes.
+within() { # seconds, command; SIGINT: pytest still writes its report
+  timeout --signal INT --kill-after 30 "$@"
 }
-: "${WARM:=$(nproc)}"
-failed=0 warming=
-if [[ -n ${WORKERS:-} ]]; then
-  OMP_NUM_THREADS=1 warm $(((WARM + 3) / 4)) > "$out/warm.log" 2>&1 &
-  warming=$!
-fi
-# shellcheck disable=SC2086
-${WORKERS:+env OMP_NUM_THREADS=1} python3 -m pytest -q -p no:cacheprovider \
-  ${WORKERS:+-n "$WORKERS" --dist worksteal} --junitxml="$out/tests.xml" \
-  ${TESTS:-test_correctness.py tests/test_fusions.py tests/test_compat.py tests/test_pytorch.py tests/test_torch_own.py \
-  tests/test_reported_failures.py tests/test_replace.py test_benchmark.py} > "$out/tests.log" 2>&1 || failed=1
-tail -n 12 "$out/tests.log"
-python3 benchmarks/record_tests.py "$out/tests.xml" "$out"
+seconds_or_inf() { if (($1)); then echo "$1"; else echo inf; fi; }
 
-if [[ -n $warming ]]; then wait "$warming"; else warm "$WARM"; fi
-# shellcheck disable=SC2086
-python3 test_benchmark.py $sweep --record "$out" > "$out/benchmark.log" 2>&1 || failed=1
-tail -n 40 "$out/benchmark.log"
-record=$(find "$out" -maxdepth 1 -name 'benchmark_*.json' | sort | tail -n 1)
-python3 test_benchmark.py --plot "$record" || true # without matplotlib: elsewhere, later
-python3 benchmarks/check_targets.py "$record" > "$out/targets.txt" || true
-head -n 70 "$out/targets.txt"
-exit $failed
+pytest_into() { # report, seconds, arguments
+  local report=$work/$1.xml limit=$2
+  shift 2
+  within "$limit" python3 -m pytest -q -p no:cacheprovider --junitxml="$report" "$@"
+}
+
+part_tests() {
+  local failed=0 filling
+  read -ra files <<< "$TESTS"
+  if ((WORKERS)); then
+    export OMP_NUM_THREADS=1
+    pytest_into tests_filling "$1" tests/test_reported_failures.py > "$out/tests_filling.log" 2>&1 &
+    filling=$!
+    pytest_into tests_rest "$1" -n "$WORKERS" --dist worksteal "${files[@]}" || failed=1
+    wait $filling || failed=1
+    tail -n 3 "$out/tests_filling.log"
+  else
+    pytest_into tests_all "$1" "${files[@]}" tests/test_reported_failures.py || failed=1
+  fi
+  python3 benchmarks/record_tests.py "$work"/tests_*.xml "$out"
+  return $failed
+}
+
+part_pair() {
+  local failed=0
+  unset CUDA_VISIBLE_DEVICES
+  pytest_into pair "$1" test_correctness.py tests/test_pytorch.py tests/test_reported_failures.py \
+    tests/test_distributed.py -k "second_device or another_device_than_the_current or nccl-2" || failed=1
+  python3 benchmarks/record_tests.py "$work/pair.xml" "$out"
+  return $failed
+}
+
+part_fuzz() {
+  local tests processes each i pids=() failed=0
+  processes=$(nproc)
+  tests=$(python3 -m pytest -q -p no:cacheprovider --collect-only -k test_fuzz_ tests/test_fuzz.py | grep -c ::)
+  each=$(((FUZZ - 1) / (processes * tests) + 1))
+  for ((i = 1; i <= processes; i++)); do
+    FUZZ=$each FUZZ_SECONDS=$(seconds_or_inf $(($1 / tests))) OMP_NUM_THREADS=1 pytest_into "fuzz_$i" "$(($1 + $1 / 3))" \
+      --hypothesis-seed="$((SEED + i))" tests/test_fuzz.py -k "test_fuzz_ or found" > "$work/fuzz_$i.log" 2>&1 &
+    pids+=($!)
+  done
+  for i in "${pids[@]}"; do wait "$i" || failed=1; done
+  grep -hE "^E +AssertionError" "$work"/fuzz_*.log | sort | uniq -c | sort -rn | head -n 20 || true
+  (cd "$work" && tar -czf "$out/fuzz_logs.tar.gz" fuzz_*.log)
+  python3 benchmarks/record_tests.py "$work"/fuzz_*.xml "$out"
+  return $failed
+}
+
+part_sanitizer() {
+  python3 benchmarks/sanitize.py "$out" --processes $((($(nproc) + 3) / 4)) --seconds "$(seconds_or_inf "$1")"
+}
+
+part_racecheck() {
+  while [[ ! -f $work/race.status ]]; do sleep 1; done
+  if [[ $(cat "$work/race.status") != 0 ]]; then tail -n 30 "$out/racecheck_build.log"; return 1; fi
+  local cards=${RACECHECK_CARDS:-$CUDA_VISIBLE_DEVICES}
+  unset CUDA_VISIBLE_DEVICES
+  cd "$work/race"
+  PYTHONPATH="$work/race:$PYTHONPATH" python3 benchmarks/sanitize.py "$out" --tools racecheck --cards "$cards" \
+    --processes "$(nproc)" --seconds "$(seconds_or_inf "$1")"
+}
+
+part_training() {
+  # shellcheck disable=SC2086
+  python3 examples/train_long.py --dtype bf16,fp16 --processes 12 --steps "$STEPS" --seconds "$1" --out "$out" \
+    ${TRAINING:-}
+}
+
+part_promises() {
+  local failed=0
+  pytest_into promises "$1" -k "not cpu" tests/test_reliability.py || failed=1
+  python3 benchmarks/record_tests.py "$work/promises.xml" "$out"
+  return $failed
+}
+
+part_warm() { # a run itself says who fails
+  local pids=()
+  # shellcheck disable=SC2086
+  within "$1" python3 test_benchmark.py $SWEEP --warm "$(nproc)" & pids+=($!)
+  # shellcheck disable=SC2086
+  within "$1" python3 test_benchmark.py $RESIDUAL --warm $((($(nproc) + 1) / 2)) & pids+=($!)
+  wait "${pids[@]}" || true
+}
+
+part_benchmark() {
+  # shellcheck disable=SC2086
+  within "$1" python3 test_benchmark.py $SWEEP --record "$out" || return 1
+  local record
+  record=$(find "$out" -maxdepth 1 -name 'benchmark_*.json' | sort | tail -n 1)
+  python3 test_benchmark.py --plot "$record" || true # without matplotlib: elsewhere, later
+  python3 benchmarks/check_targets.py "$record" > "$out/targets_$(basename "$record" .json | cut -d_ -f2-).txt" || true
+}
+
+part_residual() {
+  # shellcheck disable=SC2086
+  within "$1" python3 test_benchmark.py $RESIDUAL --json "$out/add_norms_$(date +%Y%m%d_%H%M%S).json"
+}
+
+part_fusions() {
+  # shellcheck disable=SC2086
+  within "$1" python3 benchmarks/fusions.py "$out" $FUSIONS
+}
+
+build_for_racecheck() {
+  mkdir "$work/race"
+  tar --exclude=./build --exclude=./benchmarks/output --exclude=./.git --exclude='*.so' -c . | tar -x -C "$work/race"
+  cd "$work/race"
+  NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK $BUILD > "$out/racecheck_build.log" 2>&1
+}
+
+row() { # its number, the card, its cores, parts
+  local number=$1 item name limit started
+  export CUDA_VISIBLE_DEVICES=$2
+  if ((rows > 1)); then taskset -cp "$3" $BASHPID > /dev/null; fi
+  shift 3
+  for item; do
+    name=${item%%:*} limit=0 started=$SECONDS
+    if [[ $item == *:* ]]; then limit=${item#*:}; fi
+    if (set -e; "part_$name" "$limit") > "$out/$name.log" 2>&1; then :; else echo "$name" >> "$work/failed"; fi
+    echo "row $number, $name: $((SECONDS - started)) s"
+  done
+}
+
+SEED=$(($(date +%s) % 1000000 * 100))
+if [[ " $PARTS " =~ " racecheck"[:\ ] ]]; then
+  (set +e; (set -e; build_for_racecheck); echo $? > "$work/status" && mv "$work/status" "$work/race.status") &
+fi
+$BUILD > "$out/build.log" 2>&1 || { tail -n 30 "$out/build.log"; exit 1; }
+
+mapfile -t parts < <(tr '/' '\n' <<< "$PARTS")
+rows=${#parts[@]} cores=$(nproc)
+IFS=, read -ra cards <<< "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((rows - 1)))}"
+pids=()
+for ((i = 0; i < rows; i++)); do
+  read -ra items <<< "${parts[i]}"
+  row $((i + 1)) "${cards[i % ${#cards[@]}]}" "$((cores * i / rows))-$((cores * (i + 1) / rows - 1))" "${items[@]}" &
+  pids+=($!)
+done
+wait "${pids[@]}"
+for part in ${PARTS//\//}; do printf '\n==== %s\n' "$part"; tail -n 12 "$out/${part%%:*}.log"; done
+printf '\n'
+python3 benchmarks/figures.py "$out"
+if [[ -f $work/failed ]]; then echo "FAILED, or cut off: $(tr '\n' ' ' < "$work/failed")"; exit 1; fi

@@ -89,8 +89,8 @@ struct AddGradStage {
   Dropout dropout;
 };
 
-// The same of z = residual + gate * x, without dropout: grad_input = gate * grad_z, and grad_gate = sum
-// over rows(x * grad_z), of grad_z unrounded.
+// The same of z = residual + gate * x, without dropout: grad_input = gate * grad_z, and grad_gate = sum over rows(x *
+// grad_z), of grad_z unrounded.
 struct GateGradStage : AddGradStage {
   const void* x;     // forward's, [rows, hidden_size], of grad_input_dtype, elements of one row adjacent
   const void* gate;  // as in forward, of grad_input_dtype
@@ -172,8 +172,7 @@ struct NormBackwardParams {
   // In the host's memory; nullptr: forward had none. after: on CUDA only where has_after_stage_cuda() says yes;
   // grad_output is y's then, and bias forward's.
   const AddGradStage* add;
-  const GateGradStage*
-      gate;  // the same as `add`, where there is a gate; on CUDA only where has_gate_stage_cuda() says yes
+  const GateGradStage* gate;  // the same as `add`, of a gate; on CUDA only where has_gate_stage_cuda() says yes
   const AfterNorm* after;
   const void* bias;
   // memory_efficient: x is forward's y, and x_hat = (y - bias) / (weight + weight_offset), which must not be 0; mean is

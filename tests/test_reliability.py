@@ -43,10 +43,12 @@ from test_correctness import (
 ON_KERNELS = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="a promise of the compiled kernels")
 
 
-def test_the_figures_of_the_page_are_those_of_the_records():
-    """docs/reliability.md ends with what benchmarks/figures.py makes of benchmarks/results"""
-    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
-    assert figures["PAGE"].read_text() == figures["page"](ROOT / "benchmarks" / "results")
+def test_the_figures_of_the_pages_are_those_of_the_records():
+    """the tables in README.md, docs/fusions.md and docs/reliability.md are what benchmarks/figures.py makes of
+    benchmarks/results"""
+    pages = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))["pages"](ROOT / "benchmarks" / "results")
+    for name, text in pages.items():
+        assert (ROOT / name).read_text() == text, name
 
 
 def assert_same(found, wanted, what):
