@@ -251,8 +251,9 @@ static void launch_norm_forward_after(const NormForwardParams& params) {
 // segments(begin, end).
 template <class Params, class F>
 static void for_segments(const Params& params, F&& segments) {
-  const int64_t elements = params.rows / params.segments * params.hidden_size;
-  if (elements >= kElementsPerThread * at::get_num_threads()) return segments(0, params.segments);
+  const int64_t rows = params.rows / params.segments, elements = rows * params.hidden_size;
+  const int64_t threads = at::get_num_threads();
+  if (rows >= threads && elements >= kElementsPerThread * threads) return segments(0, params.segments);
   at::parallel_for(0, params.segments, grain(elements), segments);
 }
 

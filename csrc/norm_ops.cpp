@@ -484,8 +484,13 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
 
   const DeviceScope scope(x);
   const int64_t segments = segments_of(weight, normalized_ndim);
-  TORCH_CHECK(segments == 0 || extent.rows % segments == 0, "weight must be forward's");
-  const at::IntArrayRef shape = segments > 0 ? weight.sizes() : x.sizes().slice(x.dim() - normalized_ndim);
+  const at::IntArrayRef columns = x.sizes().slice(x.dim() - normalized_ndim);
+  const at::IntArrayRef shape = segments > 0 ? weight.sizes() : columns;
+  TORCH_CHECK((segments == 0 || (extent.rows % segments == 0 && shape.slice(1) == columns)) &&
+                  (!weight.defined() || weight.sizes() == shape) &&
+                  (!biased || !biased->bias.defined() || biased->bias.sizes() == columns) &&
+                  (!add || !add->gate.defined() || add->gate.sizes().slice(1) == columns),
+              "weight, bias and gate must be forward's");
   if (into) {
     const auto check_into = [&](const char* name, const Tensor& sum) {
       TORCH_CHECK(sum.defined() && sum.sizes() == shape && sum.scalar_type() == at::kFloat && sum.is_contiguous() &&

@@ -281,7 +281,9 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
 
 if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
     after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
+    after_norm_backward_operator = torch.ops.fused_layernorm.after_norm_backward.default
     gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
+    gated_norm_backward_operator = torch.ops.fused_layernorm.gated_norm_backward.default
     backward_from_y = extension.backward_from_y
 
     @torch.library.register_fake(gated_norm_operator)
@@ -292,7 +294,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
         z = x.new_empty(x.shape, dtype=residual_dtype)
         return x.new_empty(x.shape, dtype=out_dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
 
-    @torch.library.register_fake(torch.ops.fused_layernorm.gated_norm_backward.default)
+    @torch.library.register_fake(gated_norm_backward_operator)
     def _(
         grad_output, grad_residual_out, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
         wants_residual, wants_weight, bias_dtype,
@@ -308,7 +310,7 @@ if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
         _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
 
-    @torch.library.register_fake(torch.ops.fused_layernorm.after_norm_backward.default)
+    @torch.library.register_fake(after_norm_backward_operator)
     def _(
         grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
         wants_bias, activation, dropout_p,

@@ -1,14 +1,15 @@
-"""LayerNorm and RMSNorm as functions: the public calls, the choice of path, and the one autograd.Function.
+"""LayerNorm and RMSNorm as functions: the public calls, the choice of path, and autograd where it is in Python.
 
 Four paths, the first three on the same kernels. Plain eager mode: one call into the extension, which has its own
 autograd nodes (csrc/autograd.cpp, add_autograd.cpp). What that call hands back, for an argument of a type it does not
-read: NormFunction; with a residual, the operator. Where something must see a call that it can name (torch.compile,
+read: NormFunction; with a residual, the operator. (What comes after the norm, and a gate, have nodes in Python:
+_AfterNorm, _GatedNorm.) Where something must see a call that it can name (torch.compile,
 torch.export, dispatch modes, fake tensors, DTensor): the operators torch.ops.fused_layernorm.norm_forward and
 add_norm_forward. Where nothing of ours can run (torch.func, forward-mode AD, other subclasses, torch.jit.trace, no
 kernels for the device): PyTorch operations.
 
-What surrounds a norm: residual and dropout before it are stages of the kernels where there are any (_ops.has_stages);
-all else is PyTorch operations around one of the paths above, by the same formulas (reference.py).
+What surrounds a norm is stages of the kernels where there are any (_ops.has_stages), else PyTorch operations around one
+of the paths above, by the same formulas (reference.py).
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def fused_layer_norm(
     Results and gradients are the same bits on every run, and a row's result does not depend on the rows beside it.
     Gradients have the dtype of what they are the gradient of. Differentiable any number of times. Under
     ``torch.compile`` the call is one operator in the graph; in ``torch.func`` transforms and forward-mode AD the same
-    formula runs as PyTorch operations. Activation and dropout are part of the kernel; on CUDA, where backward of them is a
-    kernel of its own (docs/fusions.md), the gradient of the norm is rounded to the dtype of y's gradient in between, or
-    to x's, if that is wider.
+    formula runs as PyTorch operations. Activation and dropout are part of the kernel; on CUDA, where backward of them
+    is a kernel of its own (docs/fusions.md), the gradient of the norm is rounded to the dtype of y's gradient in
+    between, or to x's, if that is wider.
 
     Raises:
         TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.
@@ -390,7 +391,7 @@ def _norm_and_more(
     if has_stage and _takes_operator(x, weight, bias, distributed=False):
         kind = _ops.activations.index(activation or "")
         after = (philox, len(shape), *options, dtype, kind, dropout_p)
-        return _ops.after_norm_operator(x, *parameters(), *after)[0]
+        return _call_operator(_ops.after_norm_operator, _AfterNorm, (x, *parameters(), *after))[0]
     y = _activate(norm(reference.accumulation_dtype(x.dtype)), activation)
     return y.to(dtype) if philox is None else _dropout(y, philox, len(shape), dropout_p, dtype)
 
@@ -475,7 +476,8 @@ def _adaptive_norm(
         if gate is not None and _gate_is_stage(x, gate, modulation_shape):
             rows = (*(parts or (1,)), *shape)
             gate, scale, shift = (None if t is None else t.reshape(rows) for t in (gate, scale, shift))
-            return _ops.gated_norm_operator(x, residual, gate, scale, shift, *options, z_dtype)[:2]
+            inputs = (x, residual, gate, scale, shift)
+            return _call_operator(_ops.gated_norm_operator, _GatedNorm, (*inputs, *options, z_dtype))[:2]
         z = x if residual is None else _gated_sum(x, gate, residual, z_dtype)
         if z.dtype != x.dtype:
             scale, shift = (None if t is None else t.to(wide) for t in (scale, shift))
@@ -504,12 +506,12 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
         split -= 1
     if split == 0:
         return ()
-    if found[:split] != sizes[:split] or (x.is_cuda and split == leading):
+    if found[:split] != sizes[:split] or any(n == 0 for n in sizes) or (x.is_cuda and split == leading):
         return None
     parts = math.prod(sizes[:split])  # not numel(), which makes an int of a symbolic size
     # While tracing, sizes are not asked about what most have: it would be a guard
     if not torch.compiler.is_compiling():
-        if not 0 < math.prod(sizes) < 2**31 or (x.is_cuda and parts > _ops.max_segments):
+        if math.prod(sizes) >= 2**31 or (x.is_cuda and parts > _ops.max_segments):
             return None
     return (parts,)
 
@@ -544,86 +546,137 @@ def _apart(*tensors):
     return [None if t is None else t.view_as(t) for t in tensors]
 
 
+def _must_be_operations():
+    """Whether a backward runs where no operator of ours may: under create_graph, in transforms, beside tangents."""
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _setup_after_norm(ctx, inputs, output):
     x, weight, bias, philox, *ctx.options = inputs
     ctx.save_for_backward(x, weight, bias, philox, output[1])
 
 
-def _after_norm_backward(ctx, grad_output, _):
+def _after_norm_backward(ctx, grad_output, _=None):
     x, weight, bias, philox, stats = ctx.saved_tensors
     normalized_ndim, eps, weight_offset, is_rms_norm, _, kind, dropout_p = ctx.options
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():  # create_graph: once more by operations that have derivatives
-        x, weight, bias = _apart(x, weight, bias)
-        shape, wide = x.shape[x.dim() - normalized_ndim :], reference.accumulation_dtype(x.dtype)
-        y = reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide)
-        y = _activate(y, _ops.activations[kind])
-        if philox is not None:
-            y = reference.dropout(y, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, wide)
-        wanted = [t for t, wants in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wants]
-        found = iter(torch.autograd.grad(y, wanted, grad_output.to(wide), create_graph=True))
-        gradients = [next(found) if wants else None for wants in (wants_x, wants_weight, wants_bias)]
-        return *gradients, *[None] * 8
-    gradients = torch.ops.fused_layernorm.after_norm_backward(
-        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
-        wants_bias, kind, dropout_p,
-    )  # fmt: skip
-    wants = (wants_x, wants_weight, wants_bias)
-    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *[None] * 8
+    wants = ctx.needs_input_grad[:3]
+    if _must_be_operations():  # once more by those, of the same values as tensors of their own: what is a function of
+        # another of them, or is it, counts once
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x, weight, bias = (None if t is None else t.view_as(t) for t in (x, weight, bias))
+            shape, wide = x.shape[x.dim() - normalized_ndim :], reference.accumulation_dtype(x.dtype)
+            y = reference.norm(x, weight, bias, shape, eps, weight_offset, is_rms_norm, wide)
+            y = _activate(y, _ops.activations[kind])
+            if philox is not None:
+                y = reference.dropout(y, _dropout_mask(x, philox, normalized_ndim, dropout_p), dropout_p, wide)
+            wanted = [t for t, is_wanted in zip((x, weight, bias), wants, strict=True) if is_wanted]
+            found = iter(torch.autograd.grad(y, wanted, grad_output.to(wide), create_graph=create_graph))
+        return *(next(found) if is_wanted else None for is_wanted in wants), *[None] * 8
+    found = _ops.after_norm_backward_operator(
+        grad_output,
+        x,
+        weight,
+        bias,
+        stats,
+        philox,
+        normalized_ndim,
+        weight_offset,
+        is_rms_norm,
+        *wants,
+        kind,
+        dropout_p,
+    )
+    return *(g if is_wanted else None for g, is_wanted in zip(found, wants, strict=True)), *[None] * 8
 
 
 def _setup_gated_norm(ctx, inputs, output):
     x, residual, gate, weight, bias, *ctx.options = inputs
     ctx.residual_dtype, ctx.bias_dtype = residual.dtype, None if bias is None else bias.dtype
-    ctx.save_for_backward(x, residual, gate, weight, bias, *output[1:])
+    ctx.save_for_backward(x, gate, weight, *output[1:])
     ctx.set_materialize_grads(False)
     if not any(ctx.needs_input_grad[:3]):
         ctx.mark_non_differentiable(output[1])  # z
 
 
-def _gated_norm_backward(ctx, grad_y, grad_z, _):
-    x, residual, gate, weight, bias, z, stats = ctx.saved_tensors
-    normalized_ndim, eps, weight_offset, is_rms_norm, y_dtype, z_dtype = ctx.options
-    wants_x, wants_residual, wants_gate, wants_weight, wants_bias = ctx.needs_input_grad[:5]
+def _gated_norm_backward(ctx, grad_y, grad_z, _=None):
+    x, gate, weight, z, stats = ctx.saved_tensors
+    normalized_ndim, eps, weight_offset, is_rms_norm, *_ = ctx.options
+    wants_x, wants_residual, _, wants_weight, wants_bias = wants = ctx.needs_input_grad[:5]
+    bias_dtype = ctx.bias_dtype if wants_bias else None
     if grad_y is None and grad_z is None:
         return (None,) * 11
-    # Under create_graph once more by operations that have derivatives; so, too, where y was not used: of its gradient,
-    # 0, an infinite rstd or a NaN would make more
-    create_graph = torch.is_grad_enabled()
-    if create_graph or grad_y is None:
-        with torch.enable_grad():
-            inputs = _apart(x, residual, gate, weight, bias)
-            x, residual, gate, weight, bias = inputs
-            shape = x.shape[x.dim() - normalized_ndim :]
-            total = _gated_sum(x, reference.of_each_row(gate, x, normalized_ndim), residual, z_dtype)
-            results = [(total, grad_z)]
-            if grad_y is not None:
-                y = reference.norm(total, weight, bias, shape, eps, weight_offset, is_rms_norm, y_dtype)
-                results.append((y, grad_y))
-            results = [(t, g) for t, g in results if g is not None and t.requires_grad]
-            if not results:
-                return (None,) * 11
-            wanted = [t for t, wants in zip(inputs, ctx.needs_input_grad, strict=False) if wants]
-            found = iter(torch.autograd.grad(
-                [t for t, _ in results], wanted, [g for _, g in results], create_graph=create_graph, allow_unused=True
-            ))  # fmt: skip
-        return *(next(found) if wants else None for wants in ctx.needs_input_grad[:5]), *[None] * 6
-    grad_x, grad_residual, *gradients = torch.ops.fused_layernorm.gated_norm_backward(
-        grad_y, grad_z, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_residual,
-        wants_weight, ctx.bias_dtype if wants_bias else None,
-    )  # fmt: skip
-    gradients = (grad_x, grad_residual.to(ctx.residual_dtype), *gradients)
-    return *(g if wanted else None for g, wanted in zip(gradients, ctx.needs_input_grad, strict=False)), *[None] * 6
+    # So, too, where y was not used: of its gradient, 0, an infinite rstd or a NaN would make more
+    if grad_y is None or _must_be_operations():
+        found, of_parameters = grad_z, (None, None)
+        if grad_y is not None:
+            shape = z.shape[z.dim() - normalized_ndim :]
+            found, *of_parameters = _differentiable_backward(
+                grad_y, z, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype, True
+            )
+            found = found if grad_z is None else found + grad_z
+        found, shape = found.to(reference.accumulation_dtype(x.dtype)), gate.shape[1:]
+        of_x = (found * reference.of_each_row(gate, x, normalized_ndim)).to(x.dtype)
+        of_gate = (found * x).reshape(gate.shape[0], -1, *shape).sum(1).to(gate.dtype)
+        found = (of_x, found, of_gate, *of_parameters)
+    else:
+        found = _ops.gated_norm_backward_operator(
+            grad_y, grad_z, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
+            wants_residual, wants_weight, bias_dtype,
+        )  # fmt: skip
+    found = [g if is_wanted else None for g, is_wanted in zip(found, wants, strict=True)]
+    if wants_residual:
+        found[1] = found[1].to(ctx.residual_dtype)
+    return *found, *[None] * 6
 
 
-if _ops.gated_norm_operator:
-    torch.library.register_autograd(
-        "fused_layernorm::gated_norm_forward", _gated_norm_backward, setup_context=_setup_gated_norm
-    )
+def _below_autograd(operator, arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+class _AfterNorm(torch.autograd.Function):
+    """In plain eager mode; what register_autograd() makes of the operator takes tens of microseconds more."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        results = _below_autograd(_ops.after_norm_operator, arguments)
+        _setup_after_norm(ctx, arguments, results)
+        return results[:1]
+
+    backward = staticmethod(_after_norm_backward)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """The same of a norm behind a gate."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        results = _below_autograd(_ops.gated_norm_operator, arguments)
+        _setup_gated_norm(ctx, arguments, results)
+        return results[:2]
+
+    backward = staticmethod(_gated_norm_backward)
+
+
+def _call_operator(operator, function, arguments):
+    """The operator's results, first of all y; in plain eager mode those of the function, without statistics."""
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if not all(_ops.takes_kernel(t, None, None) for t in tensors):
+        return operator(*arguments)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return function.apply(*arguments)
+    return _below_autograd(operator, arguments)
+
+
 if _ops.after_norm_operator:
-    torch.library.register_autograd(
-        "fused_layernorm::after_norm_forward", _after_norm_backward, setup_context=_setup_after_norm
-    )
+    for _name, _backward, _setup in (
+        ("after_norm_forward", _after_norm_backward, _setup_after_norm),
+        ("gated_norm_forward", _gated_norm_backward, _setup_gated_norm),
+    ):
+        torch.library.register_autograd(f"fused_layernorm::{_name}", _backward, setup_context=_setup)
 
 
 def _draw_philox(x):
@@ -748,13 +801,19 @@ def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offs
 
 @torch.no_grad()
 def _tells(dtype, weight, bias, weight_offset):
-    scale = torch.ones_like(bias) if weight is None else weight.to(torch.float64).add(weight_offset).abs()
-    most = scale * math.sqrt(scale.numel())  # of |y|, as |x_hat| <= sqrt(N)
-    good = (scale >= 1024 * torch.finfo(dtype).tiny) & (scale <= 2.0**125)  # 1 / scale is a normal float32
-    if bias is not None:
-        most = most + bias.abs()
-        good &= bias.abs() <= scale
-    return bool((good & (most <= torch.finfo(dtype).max)).all())
+    wide = reference.accumulation_dtype(dtype)
+    scale = torch.ones_like(bias, dtype=wide) if weight is None else (weight.to(wide) + weight_offset).abs()
+    least, most = (t.item() for t in scale.aminmax())
+    if not (least >= 1024 * torch.finfo(dtype).tiny and most <= 2.0**125):  # 1 / scale is a normal float32
+        return False
+    if bias is None:
+        most *= math.sqrt(scale.numel())  # of |y|, as |x_hat| <= sqrt(N)
+    else:
+        size = bias.abs()
+        if not (size <= scale).all():
+            return False
+        most = (scale * math.sqrt(scale.numel()) + size).max().item()
+    return most <= torch.finfo(dtype).max
 
 
 class MemoryEfficientFunction(torch.autograd.Function):
@@ -889,14 +948,18 @@ class NormFunction(torch.autograd.Function):
             wanted = [t if wants else None for t, wants in zip(ctx.parameters, wants, strict=True)]
             for name, parameter in zip(("weight", "bias"), wanted, strict=True):
                 _check_main_grad(name, parameter)
-            sums = [None if t is None else t.main_grad.contiguous() for t in wanted]
+            # Into main_grad itself, or a buffer beside it: where that is not contiguous, or is both of one parameter
+            beside = [t is not None and (not t.main_grad.is_contiguous() or ctx.parameters[0] is ctx.parameters[1])
+                      for t in wanted]  # fmt: skip
+            sums = [None if t is None else torch.zeros(t.shape, device=t.device) if apart else t.main_grad
+                    for t, apart in zip(wanted, beside, strict=True)]  # fmt: skip
             grad_x, _, _ = _ops.norm_backward(
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,
                 wants_x, wants_weight, bias_dtype, ctx.stats_grad, *sums,
             )  # fmt: skip
-            for parameter, total in zip(wanted, sums, strict=True):
-                if parameter is not None and total is not parameter.main_grad:  # which is not contiguous
-                    parameter.main_grad.copy_(total)
+            for parameter, total, apart in zip(wanted, sums, beside, strict=True):
+                if apart:
+                    parameter.main_grad.add_(total)
             grad_weight, grad_bias = (None if t is None else _added_to_main_grad(t) for t in wanted)
         elif torch.is_grad_enabled() or not _takes_kernel(grad_output, x, weight):
             grad_x, grad_weight, grad_bias = _differentiable_backward(

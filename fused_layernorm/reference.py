@@ -125,7 +125,7 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
     if t.device != x.device:
         raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
-    if t.dtype in DTYPES and torch.promote_types(t.dtype, x.dtype) == x.dtype:
+    if t.dtype != x.dtype and t.dtype in DTYPES and torch.promote_types(t.dtype, x.dtype) == x.dtype:
         t = t.to(x.dtype)  # of a projection under autocast, narrower than x: loses nothing
     if not _goes_with(t.dtype, x.dtype):
         raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, or narrower, got {t.dtype}")
@@ -259,7 +259,8 @@ def norm(
     if rounding == "llama":
         if weight is not None:  # the product of 16-bit numbers is rounded once, also with an offset
             wide, narrow = y.dtype, torch.promote_types(x.dtype, weight.dtype)
-            y = (y.to(x.dtype).to(wide) * (weight.to(wide) + weight_offset)).to(narrow)
+            weight = weight.to(wide) + weight_offset if weight_offset else weight.to(wide)  # -0 stays it
+            y = (y.to(x.dtype).to(wide) * weight).to(narrow)
         else:
             y = y.to(x.dtype)
     elif weight is not None:

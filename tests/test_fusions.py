@@ -1355,6 +1355,48 @@ def test_only_residual_out(device, op):
 
 
 @on_devices("op", OPS)
+def test_tangents_in_backward(device, op):
+    """forward over reverse: a tangent on the gradient of y goes through activation, dropout of y and gate"""
+    x, weight, tangent = torch.randn(3, 2, 8, device=device).double()
+    weight = weight[0].abs() + 0.5
+    rows = torch.randn(3, 2, 8, device=device).double()
+
+    def activated(x, weight):
+        torch.manual_seed(0)
+        return OPS[op](x, weight, activation="gelu", dropout_p=0.3)
+
+    def gated(x, weight):
+        return ADAPTIVE[op](x[:, None], *rows[:2], gate=rows[2], residual=x[:, None] * weight)[0][:, 0]
+
+    for call in (activated, gated):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        y, grad_y = call(*leaves), torch.randn(2, 8, device=device).double()
+        with torch.autograd.forward_ad.dual_level():
+            along = torch.autograd.forward_ad.make_dual(grad_y, tangent)
+            found = torch.autograd.grad(y, leaves, along, retain_graph=True)
+            found = [torch.autograd.forward_ad.unpack_dual(t).tangent for t in found]
+        wanted = torch.autograd.grad(y, leaves, tangent)  # it is linear
+        for one, two in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+@on_devices("op", OPS)
+def test_what_a_gate_saves(device, op):
+    """x and z of x's size, not residual, which may change before backward"""
+    if not _ops.has_stages(device):
+        pytest.skip("PyTorch operations save what they save")
+    x, residual = torch.randn(2, 2, 3, 8, device=device).unbind()
+    rows = torch.randn(3, 2, 8, device=device).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        y, z = ADAPTIVE[op](x.requires_grad_(), *rows[:2], gate=rows[2], residual=residual)
+    assert x.data_ptr() in saved and z.data_ptr() in saved and residual.data_ptr() not in saved
+    before = torch.autograd.grad(y.sum(), rows, retain_graph=True)[0]
+    residual.add_(1)
+    assert same_bits(torch.autograd.grad(y.sum(), rows)[0], before)
+
+
+@on_devices("op", OPS)
 def test_modulation_beside_autocast(device, op):
     """scale, shift and gate of 16 bits beside float32 x, as of a projection under autocast: as if they were widened"""
     x, residual = torch.randn(2, 2, 3, 8, device=device)
@@ -1446,6 +1488,7 @@ def test_modulation_options(device, op):
     tensors = (x, scale, shift, gate, residual)
     assert gradcheck(call, tensors) and gradgradcheck(call, tensors)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert [t.shape for t in compiled(*(t[:0] for t in tensors))] == [(0, 3, 6)] * 2
     torch.testing.assert_close(compiled(*tensors), call(*tensors))
     torch.testing.assert_close(torch.autograd.grad(compiled(*tensors)[0].sin().sum(), tensors),
                                torch.autograd.grad(call(*tensors)[0].sin().sum(), tensors))  # fmt: skip
@@ -1677,6 +1720,10 @@ def test_memory_efficient_looks_again(device, op):
         weight.data[3] = 1
         assert not saves_x()
 
+    weight = torch.full((16,), 0.1, device=device)  # of float32, in which 0.1 - 0.1 is 0
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    assert saves_x_of(lambda: OPS[op](x, weight, weight_offset=-0.1, memory_efficient=True), x)
+
     x = torch.randn(5, 64, device=device).to(fp16)
     x[:, 5] = 50
     x.requires_grad_()
@@ -1789,6 +1836,12 @@ def test_accumulate_grad_of_what_is_asked_for(device, op, options):
     del weight.main_grad
     with torch.no_grad():
         norm(x, weight, bias)
+    torch.manual_seed(0)
+    (both,) = torch.autograd.grad(OPS[op](x, weight, weight, **options).sum(), weight)
+    for buffer in (torch.zeros(16, device=device), torch.zeros(16, 2, device=device)[:, 0]):
+        weight.main_grad = buffer  # one parameter as weight and bias
+        norm(x, weight, weight).sum().backward()
+        torch.testing.assert_close(weight.main_grad, both, rtol=1e-3, atol=1e-3)
 
 
 @on_devices("rounding,options", [
@@ -1806,6 +1859,10 @@ def test_accumulate_grad_keeps_roundings(device, rounding, options):
         found.append((y, *torch.autograd.grad(y.float().sum(), (x, weight))))
     assert all(same_bits(one, two) for one, two in zip(found[0][:2], found[1][:2], strict=True))
     torch.testing.assert_close(weight.main_grad, found[0][2].float(), rtol=0.01, atol=0.05)
+    zeros = torch.full((96,), -0.0, device=device, dtype=bf16)
+    if rounding == "llama":
+        y = OPS["rms_norm"](x, zeros, rounding=rounding)
+        assert torch.equal(y.signbit(), ~x.signbit())
     small = torch.full((96,), 0.003, device=device, dtype=bf16)
     y = OPS["rms_norm"](x, small, weight_offset=1.0, rounding=rounding)
     exact = OPS["rms_norm"](x.double(), small.double(), weight_offset=1.0)
