@@ -184,15 +184,26 @@ def make_build_ext(record: dict, temporary: Path):
     return BuildExt
 
 
+def make_egg_info(tag):
+    from setuptools.command.egg_info import egg_info
+
+    class EggInfo(egg_info):
+        def finalize_options(self):
+            self.tag_build = tag  # an option of setup() gives way to the setup.cfg of an sdist
+            super().finalize_options()
+
+    return EggInfo
+
+
 def main() -> None:
-    options = {}
+    commands = {}
     if toolchain.flag("FUSED_LAYERNORM_WHEEL"):  # pip asks for the metadata apart from the build
         torch = import_torch()
         tag, requirement = of_one_torch(torch.__version__, torch.version.cuda)
         COMMON["install_requires"] = [requirement]
-        options["egg_info"] = {"tag_build": tag}
+        commands["egg_info"] = make_egg_info(tag)
     if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist: no need to look at torch and compilers
-        setup(**COMMON, cmdclass={"build_py": make_build_py(None)}, options=options)
+        setup(**COMMON, cmdclass={"build_py": make_build_py(None), **commands})
         return
     try:
         torch = import_torch()
@@ -212,8 +223,12 @@ def main() -> None:
     setup(
         **COMMON,
         ext_modules=[extension],
-        cmdclass={"build_py": make_build_py(None), "build_ext": make_build_ext(record, build_base / "objects")},
-        options=options | {"build": {"build_base": str(build_base)}},
+        cmdclass={
+            "build_py": make_build_py(None),
+            "build_ext": make_build_ext(record, build_base / "objects"),
+            **commands,
+        },
+        options={"build": {"build_base": str(build_base)}},
     )
 
 

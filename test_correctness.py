@@ -1274,6 +1274,23 @@ class Logged(torch.Tensor):
 
 
 @on_devices("op", OPS, devices=("cpu",))
+def test_freed_memory(device, op):
+    """a tensor whose storage was freed is an error, and neither a missing weight nor a crash"""
+    if not uses_kernels(device):
+        pytest.skip("PyTorch's operations")
+    for freed in ("x", "weight", "grad_output"):
+        given = {"x": torch.randn(3, 8, requires_grad=True), "weight": torch.ones(8), "grad_output": torch.randn(3, 8)}
+        y = OPS[op](given["x"], given["weight"])
+        with torch.no_grad():
+            given[freed].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=f"{freed} has no memory"):
+            if freed == "grad_output":
+                y.backward(given[freed])
+            else:
+                OPS[op](given["x"], given["weight"])
+
+
+@on_devices("op", OPS, devices=("cpu",))
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Converting a tensor to a Python bool")
 def test_what_must_be_pytorch_operations(device, op):
     """subclasses, transforms, forward-mode AD and traces see PyTorch operations; dispatch modes see a call"""

@@ -69,9 +69,13 @@ std::string text(at::ScalarType type) {
   }
 }
 
+// A null pointer means "absent" to the kernels, so that memory which was freed (as FSDP does between uses) must not
+// pass.
 void check_dense(const char* name, const Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided,
                    std::string(name) + " must be a dense (strided) tensor, got a sparse layout");
+  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().data() != nullptr,
+              std::string(name) + " has no memory: its storage was freed, or never filled");
 }
 
 void check_supported(const char* name, at::ScalarType type) {
@@ -491,6 +495,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
                   (!biased || !biased->bias.defined() || biased->bias.sizes() == columns) &&
                   (!add || !add->gate.defined() || add->gate.sizes().slice(1) == columns),
               "weight, bias and gate must be forward's");
+  if (weight.defined()) check_dense("weight", weight);
   if (into) {
     const auto check_into = [&](const char* name, const Tensor& sum) {
       TORCH_CHECK(sum.defined() && sum.sizes() == shape && sum.scalar_type() == at::kFloat && sum.is_contiguous() &&

@@ -178,7 +178,7 @@ def _complain(problem: str, consequence: str, strict: bool) -> None:
 
 _choice = os.environ.get("FUSED_LAYERNORM_BACKEND", "").strip().lower() or "auto"
 extension, backend, reason, build_info, problem = _load(
-    _choice, os.environ.get("FUSED_LAYERNORM_STRICT") == "1", bool(_toolchain.flag("FUSED_LAYERNORM_JIT"))
+    _choice, bool(_toolchain.flag("FUSED_LAYERNORM_STRICT")), bool(_toolchain.flag("FUSED_LAYERNORM_JIT"))
 )
 
 _KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]

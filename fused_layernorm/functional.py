@@ -324,6 +324,12 @@ def _rms_eps(eps, x):
 
 def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, out_dtype, stats_grad, rounding="torch"):
     """The calls that are not plain eager mode."""
+    if _is_torchs(x):
+        is_plain = not weight_offset and out_dtype in (None, x.dtype) and stats_grad and rounding == "torch"
+        if is_plain and all(t is None or t.dtype == x.dtype for t in (weight, bias)):
+            return _torch_norm(x, weight, bias, normalized_shape, eps, is_rms_norm)
+        if x.is_nested:
+            raise TypeError("x must be a dense (strided) tensor for anything but the plain norm, got a nested one")
     has_stage = stats_grad or (isinstance(x, Tensor) and _ops.has_stages(x.device.type))
     if has_stage and _takes_kernel(x, weight, bias):
         if normalized_shape is not None:
@@ -341,6 +347,23 @@ def _norm(x, weight, bias, normalized_shape, eps, weight_offset, is_rms_norm, ou
         frozen = () if stats_grad else (False,)  # defaults are left out: graphs stay loadable by older versions
         return _ops.norm_operator(x, weight, bias, len(shape), *options, *frozen)[0]
     return reference.norm(x, weight, bias, shape, *options, stats_grad, rounding)
+
+
+def _is_torchs(x):
+    """Whether a plain norm is PyTorch's own: of nested tensors, and where a call is written down for those who know
+    that one only (torch.jit.trace, torch.onnx.export)."""
+    if not isinstance(x, Tensor) or is_dynamo_compiling():
+        return False
+    return x.is_nested or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+
+
+def _torch_norm(x, weight, bias, normalized_shape, eps, is_rms_norm):
+    given = weight if bias is None else bias
+    shape = reference.as_shape(given.shape if normalized_shape is None and given is not None else normalized_shape)
+    if not is_rms_norm:
+        return F.layer_norm(x, shape, weight, bias, eps)
+    y = F.rms_norm(x, shape, weight, eps)
+    return y if bias is None else y + bias
 
 
 # ---- around the norm -------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class FusedRMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return fused_rms_norm(input, self.weight, None, self.eps, normalized_shape=self.normalized_shape)
+    def forward(self, x: Tensor) -> Tensor:
+        return fused_rms_norm(x, self.weight, None, self.eps, normalized_shape=self.normalized_shape)
 
 
 class FusedAddLayerNorm(nn.LayerNorm):

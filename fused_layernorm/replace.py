@@ -15,6 +15,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +148,9 @@ def restore_norms(model: nn.Module) -> ReplaceReport:
     for module, aliases in _names_by_module(model).items():
         cls = type(module)
         original = cls.original_class if _FusedKnownNorm in cls.__bases__ else originals.get(cls)
-        if original is not None:
+        if original is not None and "forward" in vars(module):  # such as accelerate's hooks, around the fused one
+            entries.append(NormEntry(", ".join(aliases), cls.__name__, None, "this instance has a forward of its own"))
+        elif original is not None:
             entries.append(NormEntry(", ".join(aliases), cls.__name__, original.__name__))
             module.__class__ = original
     return ReplaceReport(tuple(entries))
@@ -345,10 +348,11 @@ class _FusedKnownNorm:
     original_class: type
     formula: _Formula
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if not takes_fused(self, self.formula, hidden_states):
-            return super().forward(hidden_states)
-        return fused_forward(self, self.formula, hidden_states)
+    def forward(self, *arguments: Any, **named: Any) -> Tensor:  # the original's name for x
+        x = arguments[0] if arguments else next(iter(named.values()), None)
+        if isinstance(x, torch.fx.Proxy) or not takes_fused(self, self.formula, x):
+            return super().forward(*arguments, **named)
+        return fused_forward(self, self.formula, x)
 
     def __reduce_ex__(self, protocol):
         # Pickle finds classes by name, and this one is made at run time: it is made again from the original.

@@ -850,3 +850,32 @@ def test_memory_under_autocast(device, op):
     fused_peak = peak(lambda x, weight: OPS[op](x, weight, eps=1e-5))
     assert fused_peak < 2.2  # y and grad_input, and a little
     assert fused_peak <= peak(lambda x, weight: torchs(x, (4096,), weight, eps=1e-5))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_where_torch_norms_are_taken(op, tmp_path):
+    """PyTorch's own operation for nested tensors, traces and ONNX; what it cannot say is operations, or an error"""
+    cls, torchs = (FusedLayerNorm, F.layer_norm) if op == "layer_norm" else (FusedRMSNorm, F.rms_norm)
+    module, x = cls(16, eps=1e-5), torch.randn(4, 16)
+    with torch.no_grad():
+        module.weight.normal_()
+    traced = torch.jit.trace(module, x)
+    assert op in str(traced.graph)
+    torch.testing.assert_close(
+        traced.bfloat16()(x.bfloat16()), torchs(x.bfloat16(), (16,), module.weight.bfloat16(), eps=1e-5)
+    )
+    weight = module.float().weight.detach()
+    offset = torch.jit.trace(lambda x: OPS[op](x, weight, None, 1e-5, weight_offset=1.0), x)
+    torch.testing.assert_close(offset(2 * x), OPS[op](2 * x, weight, None, 1e-5, weight_offset=1.0))
+
+    rows = [torch.randn(n, 16) for n in (2, 5)]
+    for layout in (torch.jagged, torch.strided) if op == "layer_norm" else (torch.jagged,):
+        nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+        for part, row in zip(module(nested).unbind(), rows, strict=True):
+            torch.testing.assert_close(part, module(row))
+        with pytest.raises(TypeError, match="got a nested one"):
+            OPS[op](nested, module.weight, weight_offset=1.0)
+
+    pytest.importorskip("onnxscript")
+    program = torch.onnx.export(module.eval(), (x,), dynamo=True, verbose=False)
+    torch.testing.assert_close(program(x)[0], module(x), rtol=1e-4, atol=1e-5)

@@ -416,6 +416,28 @@ def test_compiles_in_one_graph():
     torch.testing.assert_close(compiled(x), expected)
 
 
+def test_restore_leaves_a_forward_of_its_own():
+    """what was put around the fused forward (accelerate's hooks) would call it on the original class"""
+    model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))
+    replace_norms(model)
+    fused = model[0].forward
+    model[0].forward = lambda x: fused(x)
+    report = restore_norms(model)
+    assert type(model[0]) is FusedLayerNorm and type(model[1]) is nn.LayerNorm
+    assert report.entries[0].replaced_by is None and "a forward of its own" in str(report)
+    model(torch.randn(2, 4))
+
+
+def test_symbolic_trace_of_a_known_norm():
+    """torch.fx sees the original's operations"""
+    timm = pytest.importorskip("timm")
+    model = nn.Sequential(timm.layers.LayerNorm2d(8))
+    x = torch.randn(2, 8, 3, 3)
+    wanted = model(x)
+    assert replace_norms(model).replaced
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), wanted)
+
+
 @pytest.mark.parametrize("cls,inputs", [
     (FusedLayerNorm, 1), (FusedRMSNorm, 1), (FusedAddLayerNorm, 2), (FusedAddRMSNorm, 2), (FusedAdaptiveLayerNorm, 3)
 ])  # fmt: skip
