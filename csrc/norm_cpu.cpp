@@ -51,6 +51,8 @@ using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const
                              void* y_row);
 using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, void* grad_weight_partial,
                               void* grad_bias_partial, int64_t begin, int64_t end, void* grad_row);
+// One row of the gradient of weight or bias, where each row has its own.
+using OwnGradRow = void (*)(const NormBackwardParams&, int64_t row, bool of_weight, void* grad);
 // `gate`: as weight, or null. `scales_memory`: hidden_size elements of acc_t, for dropout.
 using AddRow = void (*)(const NormForwardParams&, const void* gate, int64_t row, void* scales_memory);
 using AddGradRow = void (*)(const NormBackwardParams&, const void* gate, void* grad_gate_partial, int64_t row,
@@ -69,6 +71,7 @@ using WidenColumns = void (*)(const void* from, double offset, int64_t hidden_si
 struct Kernels {
   ForwardRows (*forward_rows_of)(DType x_dtype, DType y_dtype);
   BackwardRows (*backward_rows_of)(DType x_dtype, DType grad_output_dtype, DType grad_input_dtype);
+  OwnGradRow (*own_grad_row_of)(DType x_dtype, DType grad_dtype);
   AddRow (*add_row_of)(DType x_dtype, DType residual_dtype, DType z_dtype);
   AddGradRow (*add_grad_row_of)(DType x_dtype, DType residual_dtype, DType z_dtype);
   AfterRow (*after_row_of)(bool is_double, DType y_dtype, Activation activation);
@@ -284,7 +287,46 @@ int64_t norm_backward_workspace_cpu(const NormBackwardParams& params) {
   return plan_chunks(params).workspace_bytes;
 }
 
+// Of segments of one row each (a scale for each token): nothing is summed, and memory is a thread's own.
+static void launch_norm_backward_of_own(const NormBackwardParams& params) {
+  const AddGradStage* add = params.add;
+  const GateGradStage* gate = params.gate;
+  const int64_t n = params.hidden_size;
+  const bool is_double = params.x_dtype == DType::kFloat64;
+  const bool wants_rows = params.grad_input || params.grad_gate || (add && add->grad_residual);
+  const OwnGradRow grad_weight_row = kernels().own_grad_row_of(params.x_dtype, params.grad_weight_dtype);
+  const OwnGradRow grad_bias_row = kernels().own_grad_row_of(params.x_dtype, params.grad_bias_dtype);
+  const WidenColumns widen = kernels().widen_columns_of(is_double, params.weight_dtype);
+  const WidenColumns widen_gate = gate ? kernels().widen_columns_of(is_double, gate->grad_input_dtype) : nullptr;
+  const BackwardRows backward_rows = kernels().backward_rows_of(
+      params.x_dtype, params.x_dtype, add ? accumulation_dtype(params.x_dtype) : params.x_dtype);
+  const AddGradRow add_grad_row =
+      add ? kernels().add_grad_row_of(add->grad_input_dtype, add->grad_residual_dtype, params.x_dtype) : nullptr;
+  at::parallel_for(0, params.rows, grain(n), [&](int64_t begin, int64_t end) {
+    const RowMemory weight(n, params.x_dtype), grad_norm(add ? n : 0, params.x_dtype);
+    const RowMemory gate_row(gate ? n : 0, params.x_dtype), gate_partial(params.grad_gate ? n : 0, params.x_dtype);
+    for (int64_t row = begin; row < end; ++row) {
+      if (params.grad_weight) grad_weight_row(params, row, true, params.grad_weight);
+      if (params.grad_bias) grad_bias_row(params, row, false, params.grad_bias);
+      if (!wants_rows) continue;
+      widen(advanced(params.weight, row * params.weight_stride, params.weight_dtype), params.weight_offset, n,
+            weight.get());
+      backward_rows(params, weight.get(), nullptr, nullptr, row, row + 1, grad_norm.get());
+      if (!add) continue;
+      if (gate) widen_gate(advanced(gate->gate, row * gate->gate_stride, gate->grad_input_dtype), 0, n, gate_row.get());
+      if (params.grad_gate) memset(gate_partial.get(), 0, n * acc_bytes(params.x_dtype));
+      add_grad_row(params, gate_row.get(), gate_partial.get(), row, grad_norm.get(), nullptr);
+      if (params.grad_gate)
+        kernels().sum_chunks_of(is_double, params.grad_gate_dtype)(
+            gate_partial.get(), 1, n, advanced(params.grad_gate, row * n, params.grad_gate_dtype), false, 0, n);
+    }
+  });
+}
+
 void launch_norm_backward_cpu(const NormBackwardParams& params) {
+  if (params.segments > 1 && params.segments == params.rows &&
+      (!params.add || params.add->grad_output_dtype == params.x_dtype))
+    return launch_norm_backward_of_own(params);
   if (params.segments > 1) {
     return for_segments(params, [&](int64_t begin, int64_t end) {
       const std::unique_ptr<char[]> workspace(

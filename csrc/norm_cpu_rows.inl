@@ -309,6 +309,21 @@ struct GradBiasSweep {
   }
 };
 
+// Of a row with a weight and bias of its own.
+template <class acc_t, class x_t, class to_t>
+struct OwnGradSweep {
+  const x_t* grad_output;
+  const x_t* x;  // null: of bias
+  to_t* grad;
+  RowStats<acc_t> stats;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    Vec<acc_t> value = load<acc_t>(grad_output + col, count);
+    if (x) value *= stats.x_hat(load<acc_t>(x + col, count));
+    store<acc_t>(grad + col, count, value);
+  }
+};
+
 // value * scale where the element is kept: there, scales holds dropout_scale, elsewhere 0. Chosen, not multiplied: what
 // is dropped is 0 even where it was not finite.
 template <class acc_t>
@@ -520,6 +535,24 @@ void backward_rows(const NormBackwardParams& params, const void* weight, void* g
   }
 }
 
+template <class acc_t>
+FLN_INLINE RowStats<acc_t> stats_of(const NormBackwardParams& params, int64_t row) {
+  const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
+  const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
+  const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
+  return {mean, rstd, tail * rstd};
+}
+
+template <class x_t, class to_t>
+void own_grad_row(const NormBackwardParams& params, int64_t row, bool of_weight, void* grad) {
+  using acc_t = AccOf<x_t>;
+  OwnGradSweep<acc_t, x_t, to_t> sweep{row_at<x_t>(params.grad_output, params.grad_output_strides, row),
+                                       of_weight ? row_at<x_t>(params.x, params.x_strides, row) : nullptr,
+                                       static_cast<to_t*>(grad) + row * params.hidden_size,
+                                       stats_of<acc_t>(params, row)};
+  sweep_columns<acc_t>(sweep, 0, params.hidden_size);
+}
+
 // ---- the add stages -------------------------------------------------------------------------------------------------
 
 // Dropout's numbers of kLanes<float> octets of columns at once, a lane each.
@@ -656,15 +689,12 @@ void after_grad_row(const NormBackwardParams& params, const void* weight, const 
                     void* scales_memory) {
   using acc_t = AccOf<x_t>;
   const int64_t n = params.hidden_size;
-  const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
-  const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
-  const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
   AfterGradSweep<activation, acc_t, x_t> sweep{row_at<x_t>(params.grad_output, params.grad_output_strides, row),
                                                row_at<x_t>(params.x, params.x_strides, row),
                                                static_cast<const acc_t*>(weight),
                                                static_cast<const acc_t*>(bias),
                                                dropout_scales<acc_t>(params.after->dropout, row, n, scales_memory),
-                                               {mean, rstd, tail * rstd},
+                                               stats_of<acc_t>(params, row),
                                                static_cast<acc_t*>(grad)};
   sweep_columns<acc_t>(sweep, 0, n);
 }
@@ -752,6 +782,19 @@ BackwardRows backward_rows_of(DType x_dtype, DType grad_output_dtype, DType grad
   return backward_rows<float, float, float>;
 }
 
+template <class x_t>
+OwnGradRow own_grad_row_of(DType grad_dtype) {
+#define FLN_FUNCTION(to_t) own_grad_row<x_t, to_t>
+  FLN_FOR_DTYPE(grad_dtype, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
+OwnGradRow own_grad_row_of(DType x_dtype, DType grad_dtype) {
+#define FLN_FUNCTION(x_t) own_grad_row_of<x_t>(grad_dtype)
+  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
+#undef FLN_FUNCTION
+}
+
 #define FLN_FOR_ACTIVATION(activation, function)                        \
   switch (activation) {                                                 \
     case Activation::kRelu: return function(Activation::kRelu);         \
@@ -832,8 +875,9 @@ WidenColumns widen_columns_of(bool is_double, DType from_dtype) {
   return from_dtype == DType::kBFloat16 ? widen_columns<float, BFloat16> : widen_columns<float, float>;
 }
 
-const Kernels kernels = {forward_rows_of,   backward_rows_of, add_row_of, add_grad_row_of, after_row_of,
-                         after_grad_row_of, recover_row_of,   keep_row,   sum_chunks_of,   widen_columns_of};
+const Kernels kernels = {forward_rows_of, backward_rows_of, own_grad_row_of,   add_row_of,
+                         add_grad_row_of, after_row_of,     after_grad_row_of, recover_row_of,
+                         keep_row,        sum_chunks_of,    widen_columns_of};
 
 #undef FLN_FOR_ADD_DTYPE
 #undef FLN_FOR_DTYPE

@@ -564,11 +564,6 @@ def _activate(y, activation):
     return _ACTIVATIONS[activation](y) if activation else y
 
 
-def _apart(*tensors):
-    """The same values as tensors of their own: what is a function of another of them, or is it, counts once."""
-    return [None if t is None else t.view_as(t) for t in tensors]
-
-
 def _must_be_operations():
     """Whether a backward runs where no operator of ours may: under create_graph, in transforms, beside tangents."""
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -596,19 +591,9 @@ def _after_norm_backward(ctx, grad_output, _=None):
             wanted = [t for t, is_wanted in zip((x, weight, bias), wants, strict=True) if is_wanted]
             found = iter(torch.autograd.grad(y, wanted, grad_output.to(wide), create_graph=create_graph))
         return *(next(found) if is_wanted else None for is_wanted in wants), *[None] * 8
+    norm = (normalized_ndim, weight_offset, is_rms_norm)
     found = _ops.after_norm_backward_operator(
-        grad_output,
-        x,
-        weight,
-        bias,
-        stats,
-        philox,
-        normalized_ndim,
-        weight_offset,
-        is_rms_norm,
-        *wants,
-        kind,
-        dropout_p,
+        grad_output, x, weight, bias, stats, philox, *norm, *wants, kind, dropout_p
     )
     return *(g if is_wanted else None for g, is_wanted in zip(found, wants, strict=True)), *[None] * 8
 
@@ -826,17 +811,14 @@ def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offs
 def _tells(dtype, weight, bias, weight_offset):
     wide = reference.accumulation_dtype(dtype)
     scale = torch.ones_like(bias, dtype=wide) if weight is None else (weight.to(wide) + weight_offset).abs()
-    least, most = (t.item() for t in scale.aminmax())
-    if not (least >= 1024 * torch.finfo(dtype).tiny and most <= 2.0**125):  # 1 / scale is a normal float32
-        return False
-    if bias is None:
-        most *= math.sqrt(scale.numel())  # of |y|, as |x_hat| <= sqrt(N)
-    else:
-        size = bias.abs()
-        if not (size <= scale).all():
-            return False
-        most = (scale * math.sqrt(scale.numel()) + size).max().item()
-    return most <= torch.finfo(dtype).max
+    reach = scale * math.sqrt(scale.numel())  # of |y|, as |x_hat| <= sqrt(N)
+    limits = [(-scale, -1024 * torch.finfo(dtype).tiny), (scale, 2.0**125)]  # 1 / scale is a normal float32
+    if bias is not None:
+        reach = reach + bias.abs()
+        limits.append((bias.abs() - scale, 0.0))
+    limits.append((reach, torch.finfo(dtype).max))
+    found = torch.stack([values.amax() for values, _ in limits]).tolist()  # at once: CUDA is waited for
+    return all(most <= limit for most, (_, limit) in zip(found, limits, strict=True))  # of NaN not
 
 
 class MemoryEfficientFunction(torch.autograd.Function):
