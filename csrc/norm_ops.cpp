@@ -74,7 +74,7 @@ std::string text(at::ScalarType type) {
 void check_dense(const char* name, const Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided,
                    std::string(name) + " must be a dense (strided) tensor, got a sparse layout");
-  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().data() != nullptr,
+  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().data() != nullptr || tensor._is_zerotensor(),
               std::string(name) + " has no memory: its storage was freed, or never filled");
 }
 

@@ -785,8 +785,10 @@ def _count_optimizer_steps():
         _optimizer_steps += 1
 
     if _optimizer_steps is None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
         _optimizer_steps = 0
-        torch.optim.optimizer.register_optimizer_step_post_hook(count)
+        register_optimizer_step_post_hook(count)
 
 
 def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float) -> bool:

@@ -949,7 +949,9 @@ def activates_and_drops(device, op, dtype, activation, p, given, rows, hidden_si
     truths = torch.autograd.grad(truth, wide.values(), grad_output.double())
     eps = torch.finfo(dtype).eps
     for i, (found, wanted) in enumerate(zip((y, *gradients), (truth, *truths), strict=True)):
-        unit = OFF_BY_SLOPES if dtype in (bf16, fp16) and device == "cuda" and i > 0 else 4e-6
+        unit = 4e-6
+        if dtype in (bf16, fp16) and device == "cuda" and i > 0:  # else the norm's gradient is rounded
+            unit = OFF_BY_SLOPES if hidden_size % 8 == 0 and hidden_size <= 65536 else eps
         rtol, unit = (16 * eps, unit) if dtype == fp32 else (1e-12, 1e-12) if dtype == fp64 else (eps, unit)
         torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=unit * (1 + wanted.abs().max().item()))
 
