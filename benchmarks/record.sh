@@ -150,27 +150,32 @@ part_fusions() {
 }
 
 build_for_racecheck() {
-  mkdir "$work/race"
-  tar --exclude=./build --exclude=./benchmarks/output --exclude=./.git --exclude='*.so' -c . | tar -x -C "$work/race"
   cd "$work/race"
   NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK $BUILD > "$out/racecheck_build.log" 2>&1
 }
 
 row() { # its number, the card, its cores, parts
-  local number=$1 item name limit started
+  local number=$1 item name limit started status
   export CUDA_VISIBLE_DEVICES=$2
   if ((rows > 1)); then taskset -cp "$3" $BASHPID > /dev/null; fi
   shift 3
   for item; do
     name=${item%%:*} limit=0 started=$SECONDS
     if [[ $item == *:* ]]; then limit=${item#*:}; fi
-    if (set -e; "part_$name" "$limit") > "$out/$name.log" 2>&1; then :; else echo "$name" >> "$work/failed"; fi
+    set +e # and not as a condition, in which bash goes on behind what fails
+    (set -e; "part_$name" "$limit") > "$out/$name.log" 2>&1
+    status=$?
+    set -e
+    if ((status)); then echo "$name" >> "$work/failed"; fi
     echo "row $number, $name: $((SECONDS - started)) s"
   done
 }
 
 SEED=$(($(date +%s) % 1000000 * 100))
 if [[ " $PARTS " =~ " racecheck"[:\ ] ]]; then
+  mkdir "$work/race" # a copy, before anything is built
+  tar --exclude=./build --exclude=./benchmarks/output --exclude=./.git --exclude='./.venv*' --exclude='*.so' -c . |
+    tar -x -C "$work/race"
   (set +e; (set -e; build_for_racecheck); echo $? > "$work/status" && mv "$work/status" "$work/race.status") &
 fi
 $BUILD > "$out/build.log" 2>&1 || { tail -n 30 "$out/build.log"; exit 1; }
@@ -184,7 +189,7 @@ for ((i = 0; i < rows; i++)); do
   row $((i + 1)) "${cards[i % ${#cards[@]}]}" "$((cores * i / rows))-$((cores * (i + 1) / rows - 1))" "${items[@]}" &
   pids+=($!)
 done
-wait "${pids[@]}"
+for pid in "${pids[@]}"; do wait "$pid" || echo "a row" >> "$work/failed"; done
 for part in ${PARTS//\//}; do printf '\n==== %s\n' "$part"; tail -n 12 "$out/${part%%:*}.log"; done
 printf '\n'
 python3 benchmarks/figures.py "$out"

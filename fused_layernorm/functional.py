@@ -796,16 +796,19 @@ def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offs
     given = [t for t in (weight, bias) if t is not None]
     if not given:
         return True
-    if not x.is_cuda or any(t.is_inference() for t in given):
+    if not x.is_cuda:
         return _tells(x.dtype, weight, bias, weight_offset)
-    _count_optimizer_steps()
-    state = (x.dtype, weight_offset, _optimizer_steps, [(WeakIdRef(t), t._version, t.data_ptr()) for t in given])
-    if given[0] in _verdicts and _verdicts[given[0]][0] == state:
-        return _verdicts[given[0]][1]
+    state = None
+    if not any(t.is_inference() for t in given):  # which have no versions
+        _count_optimizer_steps()
+        state = (x.dtype, weight_offset, _optimizer_steps, [(WeakIdRef(t), t._version, t.data_ptr()) for t in given])
+        if given[0] in _verdicts and _verdicts[given[0]][0] == state:
+            return _verdicts[given[0]][1]
     if torch.cuda.is_current_stream_capturing():
         return False  # the answer is not to be had without waiting
     verdict = _tells(x.dtype, weight, bias, weight_offset)
-    _verdicts[given[0]] = (state, verdict)
+    if state:
+        _verdicts[given[0]] = (state, verdict)
     return verdict
 
 
@@ -813,6 +816,8 @@ def y_tells_x(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offs
 def _tells(dtype, weight, bias, weight_offset):
     wide = reference.accumulation_dtype(dtype)
     scale = torch.ones_like(bias, dtype=wide) if weight is None else (weight.to(wide) + weight_offset).abs()
+    if scale.numel() == 0:
+        return True
     reach = scale * math.sqrt(scale.numel())  # of |y|, as |x_hat| <= sqrt(N)
     limits = [(-scale, -1024 * torch.finfo(dtype).tiny), (scale, 2.0**125)]  # 1 / scale is a normal float32
     if bias is not None:
@@ -958,7 +963,7 @@ class NormFunction(torch.autograd.Function):
             # Into main_grad itself, or a buffer beside it: where that is not contiguous, or is both of one parameter
             beside = [t is not None and (not t.main_grad.is_contiguous() or ctx.parameters[0] is ctx.parameters[1])
                       for t in wanted]  # fmt: skip
-            sums = [None if t is None else torch.zeros(t.shape, device=t.device) if apart else t.main_grad
+            sums = [None if t is None else torch.zeros_like(t.main_grad).contiguous() if apart else t.main_grad
                     for t, apart in zip(wanted, beside, strict=True)]  # fmt: skip
             grad_x, _, _ = _ops.norm_backward(
                 grad_output, x, weight, stats, ctx.normalized_ndim, ctx.weight_offset, ctx.is_rms_norm,

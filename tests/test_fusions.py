@@ -1741,6 +1741,8 @@ def test_memory_efficient_without_gradients(device, op):
         weight = torch.rand(16, device=device) + 0.5
     x = torch.randn(5, 16, device=device)
     assert same_bits(OPS[op](x, weight, memory_efficient=True), OPS[op](x, weight))
+    empty = torch.ones(0, device=device, requires_grad=True)
+    assert OPS[op](torch.randn(3, 0, device=device), empty, memory_efficient=True).shape == (3, 0)
     x, weight = x.requires_grad_(), weight.clone().requires_grad_()
     several, tangent = torch.randn(2, 3, 5, 16, device=device)
     found = []
