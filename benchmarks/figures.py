@@ -37,7 +37,7 @@ def promises(record):
 def sanitizer(record):
     tools = []
     for result in record["sanitizer"]:
-        said = ", ".join(sorted({str(process["summary"]) for process in result["processes"]}))
+        said = ", ".join(sorted({process["summary"] for process in result["processes"] if process["summary"]}))
         statuses = [process["exit_status"] for process in result["processes"]]
         ended = ", ".join(f"{statuses.count(status)} of {len(statuses)} processes ended with status {status}"
                           for status in sorted({*statuses} - {0, 99}))  # fmt: skip  # 99: the tool reported something
@@ -88,6 +88,11 @@ def cell(results, providers, form, **wanted):
     return " / ".join(found)
 
 
+def shapes(record, is_meant):
+    """(rows, hidden_size) of the results that are meant, each once, in their order."""
+    return dict.fromkeys((r["rows"], r["hidden_size"]) for r in record["results"] if is_meant(r))
+
+
 def us(digits):
     return lambda result: f"{result['us']:.{digits}f}"
 
@@ -111,7 +116,7 @@ def sweep_rows(record):
 
 
 def huge_rows(record):
-    for rows, n in ((8, 1 << 22), (1, 1 << 24)):
+    for rows, n in shapes(record, lambda result: result["hidden_size"] >= 1 << 22):
         shape = {"op": "layer_norm", "rows": rows, "hidden_size": n}
         yield [f"{rows} x {n}", *(
             cell(record["results"], OURS_AND_TORCH, us(0), **shape, dtype=dtype, direction=direction)
@@ -119,7 +124,7 @@ def huge_rows(record):
 
 
 def small_rows(record):
-    for rows, n in ((32, 512), (64, 1024), (128, 2048), (256, 4096)):
+    for rows, n in shapes(record, lambda result: result["direction"] == "step"):
         shape = {"rows": rows, "hidden_size": n, "dtype": "fp32"}
         on_gpu = [cell(record["results"], OURS_AND_TORCH, us(1), **shape, op=op, direction=direction)
                   for op in ("layer_norm", "rms_norm") for direction in ("forward", "backward")]  # fmt: skip
@@ -144,7 +149,7 @@ def fusion_rows(record):
 def add_rows(record):
     results = record["results"]
     everybody = (*OURS_AND_TORCH, "flash_attn", "liger", "quack")
-    for rows, n in dict.fromkeys((r["rows"], r["hidden_size"]) for r in results):
+    for rows, n in shapes(record, lambda _: True):
         yield [f"{rows} x {n}", *(
             cell(results, everybody[:4] if op == "add_layer_norm" else everybody, us(0), op=op, direction=direction,
                  rows=rows, hidden_size=n)

@@ -614,11 +614,10 @@ def _gated_norm_backward(ctx, grad_y, grad_z, _=None):
     bias_dtype = ctx.bias_dtype if wants_bias else None
     if grad_y is None and grad_z is None:
         return (None,) * 11
-    # So, too, where y was not used: of its gradient, 0, an infinite rstd or a NaN would make more
+    # By operations also where y was not used: of its gradient, 0, an infinite rstd or a NaN would make more
     if grad_y is None or _must_be_operations():
         found, of_parameters = grad_z, (None, None)
         if grad_y is not None:
-            shape = z.shape[z.dim() - normalized_ndim :]
             found, *of_parameters = _differentiable_backward(
                 grad_y, z, weight, normalized_ndim, eps, weight_offset, is_rms_norm, bias_dtype, True
             )
@@ -643,28 +642,21 @@ def _below_autograd(operator, arguments):
         return operator(*arguments)
 
 
-class _AfterNorm(torch.autograd.Function):
-    """In plain eager mode; what register_autograd() makes of the operator takes tens of microseconds more."""
+def _node(name, operator, setup, backward, results):
+    """The same for plain eager mode: what register_autograd() makes of the operator takes tens of microseconds more.
+    `results`: how many of the operator's there are, as the last, the statistics, are none of the caller's."""
 
-    @staticmethod
     def forward(ctx, *arguments):
-        results = _below_autograd(_ops.after_norm_operator, arguments)
-        _setup_after_norm(ctx, arguments, results)
-        return results[:1]
+        found = _below_autograd(operator, arguments)
+        setup(ctx, arguments, found)
+        return found[:results]
 
-    backward = staticmethod(_after_norm_backward)
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
 
 
-class _GatedNorm(torch.autograd.Function):
-    """The same of a norm behind a gate."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        results = _below_autograd(_ops.gated_norm_operator, arguments)
-        _setup_gated_norm(ctx, arguments, results)
-        return results[:2]
-
-    backward = staticmethod(_gated_norm_backward)
+_AfterNorm = _node("_AfterNorm", _ops.after_norm_operator, _setup_after_norm, _after_norm_backward, 1)
+_GatedNorm = _node("_GatedNorm", _ops.gated_norm_operator, _setup_gated_norm, _gated_norm_backward, 2)
 
 
 def _call_operator(operator, function, arguments):

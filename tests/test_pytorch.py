@@ -853,8 +853,8 @@ def test_memory_under_autocast(device, op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_where_torch_norms_are_taken(op, tmp_path):
-    """PyTorch's own operation for nested tensors, traces and ONNX; what it cannot say is operations, or an error"""
+def test_where_torch_norms_are_taken(op):
+    """PyTorch's own operation for nested tensors and traces; what it cannot say is operations, or an error"""
     cls, torchs = (FusedLayerNorm, F.layer_norm) if op == "layer_norm" else (FusedRMSNorm, F.rms_norm)
     module, x = cls(16, eps=1e-5), torch.randn(4, 16)
     with torch.no_grad():
@@ -876,8 +876,15 @@ def test_where_torch_norms_are_taken(op, tmp_path):
         with pytest.raises(TypeError, match="got a nested one"):
             OPS[op](nested, module.weight, weight_offset=1.0)
 
+
+@pytest.mark.parametrize("op", OPS)
+def test_onnx_export(op):
+    """torch.onnx.export(dynamo=True): PyTorch's operation, which it knows"""
     pytest.importorskip("onnxscript")
     onnx_reference = pytest.importorskip("onnx.reference")
+    module, x = {"layer_norm": FusedLayerNorm, "rms_norm": FusedRMSNorm}[op](16, eps=1e-5), torch.randn(4, 16)
+    with torch.no_grad():
+        module.weight.normal_()
     program = torch.onnx.export(module.eval(), (x,), dynamo=True, verbose=False)
     evaluator = onnx_reference.ReferenceEvaluator(program.model_proto)
     (found,) = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})
