@@ -28,7 +28,8 @@ from test_benchmark import DTYPES, environment, flash_attn_module, version_of  #
 SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
 EPS = 1e-6
 # Tensors of x's size that must be read or written, forward and backward
-PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 6)}
+PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 5),
+          "gated_token": (7, 10)}  # fmt: skip
 
 
 def tensors(rows, hidden_size, dtype, device):
@@ -42,7 +43,7 @@ def tensors(rows, hidden_size, dtype, device):
     found |= {"weight": 1 + 0.1 * randn(hidden_size), "bias": randn(hidden_size)}
     modulation = (0.1 * randn(SAMPLES, 1, 3 * hidden_size)).chunk(3, -1)
     found |= dict(zip(("scale", "shift", "gate"), modulation, strict=True))
-    found |= {f"{name} of tokens": 0.1 * randn(*found["x"].shape) for name in ("scale", "shift")}
+    found |= {f"{name} of tokens": 0.1 * randn(*found["x"].shape) for name in ("scale", "shift", "gate")}
     modulation = (0.1 * randn(MANY_SAMPLES, 1, 2 * hidden_size)).chunk(2, -1)
     found |= dict(zip(("scale of many", "shift of many"), modulation, strict=True))
     return found | {"x of many": found["x"].view(MANY_SAMPLES, -1, hidden_size)}
@@ -108,6 +109,10 @@ FUSIONS = {
         lambda x, residual, scale, shift, gate: fln.fused_adaptive_layer_norm(
             x, scale, shift, gate=gate, residual=residual, eps=EPS),
         gated, ("x", "residual", "scale", "shift", "gate"), "gated"),
+    "adaptive_layer_norm, each token, gate, residual": (
+        lambda x, residual, scale, shift, gate: fln.fused_adaptive_layer_norm(
+            x, scale, shift, gate=gate, residual=residual, eps=EPS),
+        gated, ("x", "residual", "scale of tokens", "shift of tokens", "gate of tokens"), "gated_token"),
     "layer_norm, frozen statistics": (
         lambda *t: fln.fused_layer_norm(*t, EPS, stats_grad=False), None, PLAIN, "norm"),
     "layer_norm, main_grad": (
@@ -244,7 +249,7 @@ def main():
                             "fraction": round(must / us / copy, 4),
                         })  # fmt: skip
                 line = {p: [r for r in found[-8:] if r["provider"] == p and r["fusion"] == name] for p in providers}
-                print(f"{dtype} {hidden_size:6} {name:36}", *(
+                print(f"{dtype} {hidden_size:6} {name:48}", *(
                     f"{p} {r[0]['us']:7.1f} ({r[0]['fraction']:.2f}) {r[1]['us']:7.1f} ({r[1]['fraction']:.2f})"
                     for p, r in line.items() if r), flush=True)  # fmt: skip
             del inputs

@@ -122,11 +122,11 @@ def list_calls(light=False):
         y = norm(x, weight, bias, **options)
         backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)), part)
 
-    def modulated(samples, tokens, hidden_size, dtype, residual_dtype, gated, part=None):
+    def modulated(samples, tokens, hidden_size, dtype, residual_dtype, gated, scale_dtype, part=None):
         x = tensor(dtype, samples, tokens, hidden_size)
         residual = None if residual_dtype is None else tensor(residual_dtype, samples, tokens, hidden_size)
         gate = tensor(dtype, samples, hidden_size) if gated else None
-        scale, shift = (tensor(dtype, samples, hidden_size) for _ in "ss")
+        scale, shift = (tensor(scale_dtype, samples, hidden_size) for _ in "ss")
         results = fused_adaptive_layer_norm(x, scale, shift, gate=gate, residual=residual)
         results = results if residual is not None else (results,)
         leaves = tuple(t for t in (x, residual, scale, shift, gate) if t is not None)
@@ -192,13 +192,21 @@ def list_calls(light=False):
         for hidden_size in lengths(kinds[z], light):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
-                    calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True))
+                    calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True, dtype))
+    # A scale for each token: of x's type, and of float32
+    for dtype, z, of in (*((x, z, x) for x, z in mixes), (half, half, single), (brain, brain, single), (double,) * 3):
+        for hidden_size in lengths(kinds[z], light=True):
+            if hidden_size <= 1 << 16:
+                rows = FEW if light else draw.choice(rows_for(hidden_size))
+                residual_dtype = draw.choice((None, z)) if dtype == z else z
+                gated = residual_dtype is not None and draw.random() < 0.5
+                calls.append((modulated, rows, 1, hidden_size, dtype, residual_dtype, gated, of))
     # Where every warp of backward's readers asks for rows, all 16 in turn, and every stage several times; an odd number
     for hidden_size, rows in ((4096, 161 if light else 10_561), (8192, 161 if light else 5281)):
         calls.append((plain, rows, hidden_size, brain, brain, fused_layer_norm, 0, {"activation": "gelu"}))
     rows_in_turns = ((half, 1152), (brain, 1024), (brain, 1792), (single, 512))
     for dtype, hidden_size in () if light else rows_in_turns:
-        calls.append((modulated, 16, 2048, hidden_size, dtype, None, False))
+        calls.append((modulated, 16, 2048, hidden_size, dtype, None, False, dtype))
     # What the stages leave to kernels of their own: ragged rows, mixtures of dtypes, fp64.
     for (dtype, z), p, hidden_size in itertools.product((*mixes, (double, double)), (0.0, 0.1), (1, 7, 131, 769, 4099)):
         add_call(draw.choice((FEW, 100)), hidden_size, dtype, draw.choice((z, None)), z, p)
@@ -215,7 +223,7 @@ def list_calls(light=False):
         (half, brain, single, double), (131, 264, 1024, 4099, 20000), (False, True)
     ):
         tokens = 8 if light else draw.choice((8, 200))
-        calls.append((modulated, 3, tokens, hidden_size, dtype, dtype, gated))
+        calls.append((modulated, 3, tokens, hidden_size, dtype, dtype, gated, dtype))
     draw.shuffle(calls)
     if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
         calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))

@@ -73,8 +73,12 @@ struct AddNormBackward {
     const auto wanted_residual = wants_residual ? residual_dtype : std::nullopt;
     if (takes_kernel({grad_y, grad_z, z, weight})) {
       const AddGradOptions add{grad_z, philox, dropout_p, x_dtype, wanted_residual};
-      return norm_backward(grad_y, z, weight, stats, norm.normalized_ndim, norm.weight_offset, norm.is_rms_norm,
-                           norm.wants_x, norm.wants_weight, bias_dtype, norm.stats_grad, &add);
+      const bool is_there = each_has_a_bias(weight, z, norm.normalized_ndim);
+      NormGradients found =
+          norm_backward(grad_y, z, weight, stats, norm.normalized_ndim, norm.weight_offset, norm.is_rms_norm,
+                        norm.wants_x, norm.wants_weight, is_there ? std::nullopt : bias_dtype, norm.stats_grad, &add);
+      if (is_there && bias_dtype) found.bias = gradient_of_each_bias(grad_y, weight, *bias_dtype);
+      return found;
     }
     if (!is_operator || is_in_transform({grad_y, grad_z, z, weight})) return from_operations(grad_y, grad_z, saved);
     NormGradients found;

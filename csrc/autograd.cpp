@@ -126,8 +126,10 @@ struct NormBackward {
     const auto bias_dtype = norm.wants_bias ? norm.bias_dtype : std::nullopt;
     NormGradients found;
     if (!c10::GradMode::is_enabled() && takes_kernel({grad_output, x, weight})) {
+      const bool is_there = each_has_a_bias(weight, x, norm.normalized_ndim);
       found = norm_backward(grad_output, x, weight, stats, norm.normalized_ndim, norm.weight_offset, norm.is_rms_norm,
-                            norm.wants_x, norm.wants_weight, bias_dtype, norm.stats_grad);
+                            norm.wants_x, norm.wants_weight, is_there ? std::nullopt : bias_dtype, norm.stats_grad);
+      if (is_there && bias_dtype) found.bias = gradient_of_each_bias(grad_output, weight, *bias_dtype);
     } else if (!c10::GradMode::is_enabled() && is_operator && !is_in_transform({grad_output, x, weight})) {
       std::tie(found.x, found.weight, found.bias) = call_norm_backward(
           grad_output, x, weight.defined() ? OptionalTensor(weight) : std::nullopt, stats, norm.normalized_ndim,

@@ -58,6 +58,14 @@ inline BackwardOptions backward_options(int64_t normalized_ndim, const at::Tenso
           options.stats_grad};
 }
 
+// Whether each row has a weight, and so a bias, of its own, whose gradient is then that of y: no kernel writes it.
+inline bool each_has_a_bias(const at::Tensor& weight, const at::Tensor& x, int64_t normalized_ndim) {
+  return weight.defined() && weight.dim() > normalized_ndim && weight.numel() == x.numel();
+}
+inline at::Tensor gradient_of_each_bias(const at::Tensor& grad_output, const at::Tensor& weight, at::ScalarType dtype) {
+  return grad_output.to(dtype).reshape(weight.sizes());
+}
+
 template <class Function>
 void for_each_option(const BackwardOptions& options, Function&& function) {
   function(options.normalized_ndim);

@@ -271,10 +271,12 @@ struct RowRing {
             f(first + place - past, source, past, kAligned ? bytes : covering_bytes(source, past, bytes, end));
           }
         };
-        if (!kAligned && has_rest)
+        if (!kAligned && has_rest) {
           for_each_copy([&](unsigned target, const char* source, unsigned past, unsigned covered) {
             copy_rest<scalar_t>(target, source, past, bytes, covered);
           });
+          fence_bulk_store();  // the copy engine may write there in a later turn
+        }
         __syncwarp();
         if (lane == 0) {
           expect_bytes(full() + 8 * stage, total);

@@ -536,7 +536,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
       row += kRows;
       asm volatile("" : "+l"(row));
       if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
-    } while (row / kRows % kSegmentTurns != 0);
+    } while (row / kRows % kSegmentTurns<Plan> != 0);
   } else {
     const int64_t row =
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
@@ -551,9 +551,9 @@ template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 int64_t forward_blocks(NormForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   params.turns = 1;
-  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.segments > 1 &&
-      params.rows * Plan::kThreads >= kSegmentTurns * kSegmentTurnsThreads)
-    params.turns = kSegmentTurns;
+  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.segments > kFewSegments<Plan> &&
+      params.segments < params.rows && params.rows * Plan::kThreads >= kSegmentTurns<Plan> * kSegmentTurnsThreads)
+    params.turns = kSegmentTurns<Plan>;
   const int64_t rows = kRows * params.turns;
   return (params.rows + rows - 1) / rows;
 }

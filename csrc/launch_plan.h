@@ -240,7 +240,14 @@ constexpr bool kMayBeEager =
 // and no offset within 1%. What did not help (N = 4096): the weight asked for together with x, within 1 us for 1 to 64
 // segments; asked for 2048 rows ahead as well, what 8 segments cost more than 1 stayed 10 us (and working that out
 // before the loads of x took 18 us more); two and four rows side by side in a block, 4 to 11 us slower with 8 segments.
-constexpr int kSegmentTurns = 4;
+//
+// As it then was, by turns of 1 / 2 / 4, 8 segments and 128 (least us of 30, copy 128.5): 512 137 137 138, 153 145 138;
+// 768 133 135 137, 139 136 138; 1024 137 139 140, 157 149 140; 1152 139 136 141, 154 139 140; 1536 135 134 137, 141 139
+// 138. A product in the place of the division by which a row finds its segment: within 1%.
+template <typename Plan>
+constexpr int kSegmentTurns = Plan::kVecs == 4 ? 4 : 2;
+template <typename Plan>
+constexpr int kFewSegments = Plan::kVecs == 4 && !kForRacecheck ? 8 : 1;  // up to so many one row at a time
 constexpr int64_t kSegmentTurnsThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
 constexpr bool kTakesTurns = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 &&
@@ -479,6 +486,39 @@ struct GateGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 3, 1>,
                       BackwardPlan<256, 2, 4, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
+
+// Where each row has a weight of its own (norm_backward_each.cu). H200, bf16, x of 256 MiB, the least us of 20, alone /
+// with a residual / with a gate too, whose tensors take 322 / 387 / 644 at the rate of a copy: N = 512 315 / 370 / 583,
+// 768 312 / 383 / 610, 1024 315 / 370 / 581, 1152 312 / 383 / 602, 1536 315 / 370 / 585, 2048 315 / 369 / 584, 4096 317
+// / 372 / 591, 8192 316 / 379 / 603. Prototypes that spilled a little, by vectors a thread and threads an SM, 1024 and
+// 8192: 2, 1024 318 / 377 / 612, 321 / 398 / 645; 2, 768 313 / 409 / 650, 397 / 560 / 839 (one block an SM); 3, 768 322
+// / 418 / 668, 323 / 433 / 708; 4, 512 317 / 459 / 762, 323 / 473 / 764; 1, 1024 335 / 418 / 634, 422 / 529 / 720. What
+// made room for 1024 threads is that nothing is asked about types where all are one. Forward, by its usual plans, 245
+// to 248 of 258; asking L2 for scale and shift before x is loaded: 247 to 269.
+template <typename scalar_t>
+struct EachLadder {
+  using type = Ladder<RowPlan<16, 2, 8>, RowPlan<32, 2, 8>, RowPlan<64, 2, 8>, RowPlan<96, 2, 8>, RowPlan<128, 2, 8>,
+                      RowPlan<256, 2, 8>, RowPlan<512, 2, 8>, RowPlan<512, 3, 8, 16>>;
+};
+template <>
+struct EachLadder<float> {
+  using type = Ladder<RowPlan<32, 2, 4>, RowPlan<64, 2, 4>, RowPlan<96, 2, 4>, RowPlan<128, 2, 4>, RowPlan<256, 2, 4>,
+                      RowPlan<512, 2, 4>, RowPlan<512, 4, 4, 16>>;
+};
+// Rows that are not of whole 16 bytes, and fp64.
+template <typename scalar_t>
+struct RaggedEachLadder {
+  using type = Ladder<RowPlan<32, 4, 1>, RowPlan<256, 4, 1, 16>>;
+};
+template <>
+struct EachLadder<double> : RaggedEachLadder<double> {};
+
+// As many threads as have their registers. same: there is one type, and nothing is asked about types.
+template <typename Plan>
+constexpr int each_blocks_per_sm(bool same, int bytes) {
+  const int threads = kManyTiles<Plan> || bytes == 8 ? 512 : bytes == 2 && !same ? 768 : 1024;
+  return round_up_to(threads / round_up_to(Plan::kThreads, 64), 1);
+}
 
 // Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward. H200, bf16: N = 4097 128 x 20 B2
 // 0.81, 64 x 20 R3 C2 0.63, 64 x 16 R4 C3 0.53, 128 x 8 R3 C3 0.49; 12345 128 x 20 B2 C3 0.69, 128 x 16 R2 C4 0.51; 769

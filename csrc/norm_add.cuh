@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "dispatch.cuh"
+#include "launch_plan.h"
 #include "norm_params.h"
 
 namespace fused_layernorm {
@@ -44,5 +45,12 @@ cudaError_t launch_after(const NormForwardParams& params, cudaStream_t stream);
 // norm_add_backward.cu; of params.add or params.after
 int64_t fused_backward_workspace(const NormBackwardParams& params);
 cudaError_t launch_fused_backward(const NormBackwardParams& params, cudaStream_t stream);
+
+// norm_backward_each.cu: rows that have a weight each, and are not huge; with or without params.add and params.gate.
+inline bool each_has_a_weight(const NormBackwardParams& params) {
+  return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kHugeBackwardColumns &&
+         !params.accumulate;
+}
+cudaError_t launch_backward_each(const NormBackwardParams& params, cudaStream_t stream);
 
 }  // namespace fused_layernorm

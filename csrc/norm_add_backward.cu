@@ -122,6 +122,7 @@ int64_t gradient_bytes(const NormBackwardParams& params) {
 }  // namespace
 
 bool has_add_stage_cuda(const NormBackwardParams& params) {
+  if (each_has_a_weight(params)) return true;
   return dispatch_add_grad(params, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
 }
 
@@ -136,6 +137,7 @@ bool has_y_stage_cuda(const NormBackwardParams& params) {
 }
 
 bool has_gate_stage_cuda(const NormBackwardParams& params) {
+  if (each_has_a_weight(params)) return true;
   return dispatch_gate(params, [](auto, auto, const FusedLaunch&) { return cudaSuccess; }) == cudaSuccess;
 }
 

@@ -361,6 +361,7 @@ cudaError_t launch_backward_finalize(const NormBackwardParams& params, int parti
 }
 
 int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
+  if (each_has_a_weight(params)) return 0;
   if (params.add || params.after || params.x_is_y) return fused_backward_workspace(params);
   if (goes_by_segments(params)) return norm_backward_workspace_cuda(BackwardSegment(params, 0));
   if (is_huge_backward(params)) return backward_huge_workspace(params);
@@ -374,6 +375,7 @@ int64_t norm_backward_workspace_cuda(const NormBackwardParams& params) {
 }
 
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream) {
+  if (each_has_a_weight(params)) return launch_backward_each(params, stream);
   if (params.add || params.after || params.x_is_y) return launch_fused_backward(params, stream);
   if (goes_by_segments(params)) {
     for (int segment = 0; segment < params.segments; ++segment) {

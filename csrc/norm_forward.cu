@@ -30,7 +30,10 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
   if (error != cudaSuccess) return error;
-  if (params.segments > 1 && (is_huge_forward(params) || is_long_row(params.x_dtype, params.hidden_size))) {
+  // Streams keep weights for all of their rows. Where each has its own, clusters hold a row in registers
+  const bool is_each = params.segments > 1 && params.segments == params.rows;
+  const bool is_long = is_long_row(params.x_dtype, params.hidden_size) && !is_each;
+  if (params.segments > 1 && (is_huge_forward(params) || is_long)) {
     for (int segment = 0; segment < params.segments; ++segment) {
       const int launched = launch_norm_forward_cuda(ForwardSegment(params, segment), stream);
       if (launched != cudaSuccess) return launched;
@@ -38,7 +41,7 @@ int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* strea
     return cudaSuccess;
   }
   if (is_huge_forward(params)) return launch_forward_huge(params, stream);
-  if (is_long_row(params.x_dtype, params.hidden_size)) {
+  if (is_long) {
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;
   }

@@ -538,6 +538,7 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
   params.grad_bias = bias_dtype ? gradients.bias.mutable_data_ptr() : nullptr;
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
+  params.segments = static_cast<int>(segments);
   params.weight_offset = weight_offset;
   params.x_dtype = dtype_of(kernel_dtype);
   params.grad_weight_dtype = dtype_of(wants_weight ? gradients.weight.scalar_type() : kernel_dtype);
@@ -600,7 +601,6 @@ NormGradients norm_backward(const Tensor& grad_output, const Tensor& x, const Te
     params.bias = data_or_null(ready_bias);
   }
   if (segments > 0) {
-    params.segments = static_cast<int>(segments);
     params.weight_stride = ready_segments(ready_weight, ready_bias, weight_dtype);
   } else {
     ready_weight = ready_parameter(weight, weight_dtype);

@@ -288,10 +288,9 @@ def fused_adaptive_layer_norm(
         y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
 
     Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
-    summed over the rows that share them, in the accumulation type and the same order on every run. Modulation is part
-    of the kernel; on CUDA, with a scale for each token, it is PyTorch operations behind the norm. Errors are those of
-    `fused_add_layer_norm`; RuntimeError for a scale, shift or gate that does not broadcast, ValueError for a gate
-    without residual.
+    summed over the rows that share them, in the accumulation type and the same order on every run; that of a shift for
+    each token is y's, and may be the same memory. Errors are those of `fused_add_layer_norm`; RuntimeError for a scale,
+    shift or gate that does not broadcast, ValueError for a gate without residual.
     """
     return _adaptive_norm(x, scale, shift, weight, bias, eps, False, gate, residual, residual_dtype, normalized_shape,
                           out_dtype)  # fmt: skip
@@ -518,8 +517,7 @@ def _adaptive_norm(
 
 def _parts_of_rows(x, scale, shift, normalized_ndim):
     """(n,) where the rows of x are n equal parts, one after the other, that share a scale and shift each, () where all
-    share one; None where it is otherwise. On CUDA up to _ops.max_segments parts, and not of one token each: by shapes
-    and not by how many rows there are, so that a row's bits do not depend on the rows beside it."""
+    share one; None where it is otherwise. On CUDA up to _ops.max_segments parts of several rows."""
     leading = x.dim() - normalized_ndim
     sizes, found = x.shape[:leading], scale.shape[:leading]
     if shift is not None and shift.shape != scale.shape and math.prod(shift.shape[:leading]) != 1:
@@ -529,12 +527,13 @@ def _parts_of_rows(x, scale, shift, normalized_ndim):
         split -= 1
     if split == 0:
         return ()
-    if found[:split] != sizes[:split] or any(n == 0 for n in sizes) or (x.is_cuda and split == leading):
+    if found[:split] != sizes[:split] or any(n == 0 for n in sizes):
         return None
     parts = math.prod(sizes[:split])  # not numel(), which makes an int of a symbolic size
     # While tracing, sizes are not asked about what most have: it would be a guard
     if not torch.compiler.is_compiling():
-        if math.prod(sizes) >= 2**31 or (x.is_cuda and parts > _ops.max_segments):
+        rows = math.prod(sizes)
+        if rows >= 2**31 or (x.is_cuda and _ops.max_segments < parts < rows):
             return None
     return (parts,)
 
@@ -627,10 +626,12 @@ def _gated_norm_backward(ctx, grad_y, grad_z, _=None):
         of_gate = (found * x).reshape(gate.shape[0], -1, *shape).sum(1).to(gate.dtype)
         found = (of_x, found, of_gate, *of_parameters)
     else:
-        found = _ops.gated_norm_backward_operator(
+        is_there = wants_bias and weight.numel() == z.numel()  # of a bias for each row the gradient is y's
+        *found, of_bias = _ops.gated_norm_backward_operator(
             grad_y, grad_z, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
-            wants_residual, wants_weight, bias_dtype,
+            wants_residual, wants_weight, None if is_there else bias_dtype,
         )  # fmt: skip
+        found.append(grad_y.to(bias_dtype).reshape(weight.shape) if is_there else of_bias)
     found = [g if is_wanted else None for g, is_wanted in zip(found, wants, strict=True)]
     if wants_residual:
         found[1] = found[1].to(ctx.residual_dtype)
