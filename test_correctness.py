@@ -461,6 +461,7 @@ def expected(case, inputs):
          parameters.
     Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts
     as that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
+    grad_weight's are products of grad_output and x - mean before rstd multiplies them, and count as tiny * rstd.
     All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: as a sum of terms of both
     signs few / 2 * mean|x_hat| units; and where it is the mean of x - m, with m the mean of part of the row (16-bit x
     on CUDA: csrc/forward_kernel.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean
@@ -507,7 +508,9 @@ def expected(case, inputs):
         "y": few_of_row * ((x_hat * w).abs() + b + tiny) + shift * w.abs(),
         "x": rstd * (few_of_row * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
                      + shift * (x_hat.abs() * mean_wdy + mean_x_hat_wdy)),
-        "weight": over_rows((dy * (few_of_row * x_hat.abs() + shift)).abs().clamp_min(few * tiny)),
+        "weight": over_rows(
+            (dy * (few_of_row * x_hat.abs() + shift)).abs().clamp_min(few * tiny * rstd.clamp_min(1))
+        ),
         "bias": few * over_rows(dy.abs().clamp_min(tiny)),
     }  # fmt: skip
     if not case.stats_grad:

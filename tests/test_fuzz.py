@@ -918,6 +918,29 @@ def test_fuzz_fusions_second_order(record_property):
 # ---- what was found --------------------------------------------------------------------------------------------------
 
 FOUND = {
+    # CUDA: grad_output * (x - mean) was less than any number of fp32 before rstd, 1e3, multiplied it: `expected` had
+    # seen only that the product of all three is small.
+    "a product that is nothing before rstd multiplies it": Fuzzed(
+        Case(
+            (9, 36),
+            dtype=fp32,
+            normalized_ndim=2,
+            values="first_is_outlier",
+            eps=1e-6,
+            weight_offset=1.0,
+            stats_grad=False,
+        ),
+        seed=544,
+        sigma=1e-20,
+        grad_scale=1e-30,
+        memory={
+            "x": Memory(offset=10, order=(0, 1), steps=(2, 1), gaps=(14, 0)),
+            "grad_output": Memory(offset=14, order=(1, 0), steps=(3, 1), expanded=(0,)),
+            "weight": Memory(offset=17, order=(1, 0), steps=(2, 1), gaps=(0, 8)),
+            "bias": Memory(offset=4),
+        },
+        wants=("weight",),
+    ),
     # A sum of x - mean over columns of very different size, rounded: the formula of `expected` had no term for it.
     "an element beside the mean of a row with hot columns": Fuzzed(
         Case((16, 92), dtype=fp64, bias=None, values="hot_columns"),
