@@ -20,7 +20,7 @@ template <typename scalar_t, int kVec>
 struct LoadedVec {
   RawVec<scalar_t, kVec> raw;
 
-  __device__ LoadedVec() = default;
+  LoadedVec() = default;
   __device__ LoadedVec(const void* source, DType dtype, int64_t offset, int count) {
     if constexpr (sizeof(scalar_t) == 4) {
       if (dtype != DType::kFloat32) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan
       if (!is_wide) weight_raw[v] = Vec(params.weight, params.weight_dtype, weight_row + col, count);
     }
   };
-  // wdy, with what becomes of the row's other numbers: `first`, when they are seen first
+  // Makes wdy of a vector, from values that it leaves in the others
   const auto multiply = [&](int tile, int v, acc_t(&x)[kVec], acc_t(&grad)[kVec], acc_t(&weight)[kVec]) {
     const int col = column(tile, v), count = elements - col;
     unpack(x_raw[v].raw, x);
