@@ -28,8 +28,8 @@ PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pyt
 BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
-BUILD_INPUTS := $(wildcard csrc/*) setup.py pyproject.toml fused_layernorm/_toolchain.py fused_layernorm/_source_hash.py
-CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cu csrc/*.cpp csrc/*.inl examples/*/csrc/*)
+BUILD_INPUTS := $(wildcard csrc/* csrc/*/*) setup.py pyproject.toml fused_layernorm/_toolchain.py fused_layernorm/_source_hash.py
+CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu examples/*/csrc/*)
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
@@ -115,7 +115,7 @@ TIDY_FLAGS = -std=c++20 -DTORCH_EXTENSION_NAME=x -Icsrc $(shell $(BIN)/python -c
   import torch.utils.cpp_extension as e; \
   print(*('-isystem ' + path for path in [*e.include_paths(), sysconfig.get_path('include')]))")
 tidy: $(BUILT) $(TOOLS)
-	set -e; flags="$(TIDY_FLAGS)"; for file in csrc/*.cpp; do \
+	set -e; flags="$(TIDY_FLAGS)"; for file in csrc/*/*.cpp; do \
 	  $(CXX) -fsyntax-only -fopenmp -Wall -Wextra -Werror $$flags $$file; \
 	  $(BIN)/clang-tidy --quiet --warnings-as-errors='*' $$file -- $$flags; done
 

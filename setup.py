@@ -8,6 +8,7 @@ Environment variables:
   CUDA_HOME                 the CUDA toolkit; default: found from nvcc on PATH, /usr/local/cuda, the nvidia packages
   MAX_JOBS                  compilers that run at once (with ninja; default: one a core)
   FUSED_LAYERNORM_PTXAS=1   print the registers and spills of every kernel
+  FUSED_LAYERNORM_LINEINFO=1  -lineinfo: profilers and sanitizers name source lines, the extension triples in size
   FUSED_LAYERNORM_WHEEL=1   a wheel to hand on (make wheel): its name and what it requires say which torch it is for
 
 The torch that the extension is built for is the one in the environment that will use it: pyproject.toml names no torch
@@ -96,7 +97,7 @@ def make_extension(torch) -> tuple[object, dict]:
     settings = {
         "sources": [path.relative_to(ROOT).as_posix() for path in recipe["sources"]],
         "include_dirs": [str(ROOT / "csrc")],
-        "depends": sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*")),
+        "depends": sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()),
         "extra_link_args": recipe["link"],
         "language": "c++",
     }

@@ -5,9 +5,9 @@
     pytest test_correctness.py -k cuda -x                           and so does pytest itself
     FUSED_LAYERNORM_BACKEND=reference python test_correctness.py    the same without compiled kernels
 
-Truth is the definition in fp64 on the same (already rounded) inputs, `in_plain_operations`. How far from it a result
-may be is one formula, in `expected`. Memory that the library allocates is filled with NaN first, and a comparison with
-NaN in it fails. One table, `cases`, drives all tests of values: a new dtype, shape or option is a line there.
+The table of cases, their inputs and the judge are tests/norm_cases.py's, which all tests share: truth is the definition
+in fp64 on the same (already rounded) inputs, and how far from it a result may be is a formula, `expected`. Memory that
+the library allocates is filled with NaN first, and a comparison with NaN in it fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import math
 import os
 import pickle
 import re
@@ -23,10 +22,9 @@ import subprocess
 import sys
 import time
 import weakref
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,548 +34,46 @@ from torch.autograd import gradcheck, gradgradcheck
 import fused_layernorm
 from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm, reference
 
-fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-DTYPE_NAMES = {fp16: "fp16", bf16: "bf16", fp32: "fp32", fp64: "fp64"}
-OPS = {"layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm}
-HAS_CUDA = torch.cuda.is_available()
-NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="torch sees no CUDA device")
-
-
-# ---- devices -------------------------------------------------------------------------------------------------------
-
-
-def on_devices(names="", values=((),), devices=("cpu", "cuda")):
-    """Parametrize over the devices and, if `names` is given, over `values` (tuples, or pytest.param of them).
-
-    Where there is no GPU, all of a test's CUDA cases appear as one skipped test. A case marked cuda_only is left out
-    on the CPU.
-    """
-    params = []
-    for device in devices:
-        marks = (pytest.mark.gpu, NO_CUDA) if device == "cuda" else ()
-        for value in values:
-            value = value if isinstance(value, tuple) else (value,)
-            if device == "cpu" and any(getattr(part, "cuda_only", False) for part in value):
-                continue
-            core = [pytest.mark.core] if any(isinstance(part, Case) and part.core for part in value) else []
-            name = "-".join([device] + [describe(part) for part in value])
-            if device == "cuda" and not HAS_CUDA:
-                params.append(pytest.param(device, *value, marks=marks, id="cuda"))
-                break
-            params.append(pytest.param(device, *value, marks=[*marks, *core], id=name))
-    return pytest.mark.parametrize(",".join(["device", *names.split(",")] if names else ["device"]), params)
-
-
-def describe(part):
-    if isinstance(part, torch.dtype):
-        return DTYPE_NAMES[part]
-    if isinstance(part, tuple):
-        return "x".join(map(str, part)) or "()"
-    return part.__name__ if isinstance(part, type) else str(part)
-
-
-# ---- the table -----------------------------------------------------------------------------------------------------
-
-X = "x's dtype"  # the dtype of a weight or bias that follows x
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: tuple
-    op: str = "layer_norm"
-    dtype: torch.dtype = fp32
-    weight: object = X  # a dtype, X, or None: absent
-    bias: object = X
-    normalized_ndim: int = 1
-    values: str = "normal"  # see `fill`
-    layout: str = "contiguous"  # of x; see `laid_out`
-    grad_layout: str = "contiguous"  # of grad_output
-    parameter_layout: str = "contiguous"
-    eps: float | None = 1e-5
-    weight_offset: float = 0.0
-    out_dtype: torch.dtype | None = None
-    stats_grad: bool = True
-    cuda_only: bool = False  # too large for the CPU's time
-    core: bool = False  # also run on the reference backend
-
-    def __str__(self):
-        parts = [self.op, DTYPE_NAMES[self.dtype], "x".join(map(str, self.shape)) or "scalar"]
-        for name, kind in (("w", self.weight), ("b", self.bias)):
-            if kind is not X:
-                parts.append(f"{name}:{DTYPE_NAMES.get(kind, 'none')}")
-        for name in ("normalized_ndim", "values", "layout", "grad_layout", "parameter_layout", "eps", "weight_offset",
-                     "stats_grad"):  # fmt: skip
-            if getattr(self, name) != Case.__dataclass_fields__[name].default:
-                parts.append(f"{name}:{getattr(self, name)}")
-        return "-".join(parts + ([f"out:{DTYPE_NAMES[self.out_dtype]}"] if self.out_dtype else []))
-
-    @property
-    def normalized_shape(self):
-        return self.shape[len(self.shape) - self.normalized_ndim :]
-
-    @property
-    def rows(self):
-        return math.prod(self.shape[: len(self.shape) - self.normalized_ndim])
-
-    @property
-    def hidden_size(self):
-        return math.prod(self.normalized_shape)
-
-    @property
-    def y_dtype(self):
-        return self.out_dtype or self.dtype
-
-    def parameter_dtype(self, name):
-        kind = getattr(self, name)
-        return self.dtype if kind is X else kind
-
-
-HIDDEN_SIZES = (1, 7, 64, 192, 760, 769, 1000, 1024, 4096, 8192, 12345, 65536, 262144, 1048583)
-ROWS = (0, 1, 3, 199, 4096)
-CPU_ELEMENTS, CUDA_ELEMENTS = 600_000, 1 << 25  # of x; a single row may be longer
-
-LAYOUTS = ("offset_by_one", "columns", "aligned_columns", "every_other_row", "stepped", "transposed", "expanded_rows")
-GRAD_LAYOUTS = (*LAYOUTS, "expanded_scalar")
-VALUES = ("mean_1e3", "mean_1e4", "constant", "tiny", "large", "first_is_outlier", "hot_columns")
-
-
-def cases():
-    found = []
-
-    def add(shape, core=False, **options):
-        for op in OPS:
-            found.append(Case(tuple(shape), op=op, core=core, **options))
-
-    # Sizes: every hidden size and number of rows, as far as time allows; all dtypes.
-    for hidden_size in HIDDEN_SIZES:
-        for rows in ROWS:
-            elements = rows * hidden_size
-            if elements > CUDA_ELEMENTS:
-                continue
-            for dtype in (fp32, bf16):
-                core = hidden_size in (1, 64, 769, 4096) and rows in (0, 3, 199) and dtype == bf16
-                add((rows, hidden_size), dtype=dtype, core=core, cuda_only=rows > 1 and elements > CPU_ELEMENTS)
-        for dtype in (fp16, fp64):
-            add((3, hidden_size), dtype=dtype, cuda_only=3 * hidden_size > CPU_ELEMENTS)
-            if hidden_size <= 8192:
-                add((199, hidden_size), dtype=dtype, cuda_only=199 * hidden_size > CPU_ELEMENTS)
-    # The plans of the CUDA kernels (csrc/launch_plan.h), for few rows and for many: an odd number, so that where rows
-    # share a warp some lanes have no last one
-    for hidden_size in (1152, 1792, 2304, 3584, 7168):  # which plans of 16 bits are for
-        for dtype in (fp16, bf16):
-            for weight in (X, fp32):
-                add((3, hidden_size), dtype=dtype, weight=weight, bias=weight, cuda_only=True)
-                add((1201, hidden_size), dtype=dtype, weight=weight, bias=weight, cuda_only=True)
-    for hidden_size in (24, 384, 1536, 2048, 3000, 5120, 24584):  # made of whole 16 bytes
-        for dtype in (bf16, fp32):
-            add((3, hidden_size), dtype=dtype, cuda_only=True)
-            add((1201, hidden_size), dtype=dtype, cuda_only=True)
-    for hidden_size in (33, 130, 257, 513, 1537, 2049, 3001, 4097, 6001, 8193, 24582):
-        for dtype in (bf16, fp32):
-            add((3, hidden_size), dtype=dtype, cuda_only=True)
-            add((1201, hidden_size), dtype=dtype, cuda_only=True)
-    for dtype in (bf16, fp32):
-        add((1 << 20, 64), dtype=dtype, cuda_only=True)
-        add((8, 4_000_003), dtype=dtype, cuda_only=True)
-        add((8, 4_000_000), dtype=dtype, cuda_only=True)
-        add((100, 262152), dtype=dtype, cuda_only=True)  # so many huge rows are cut into groups
-        for hidden_size in (262152, 262153):
-            add((2, hidden_size), dtype=dtype, weight=fp32, bias=None, cuda_only=True)
-            add((2, hidden_size), dtype=dtype, weight=None, cuda_only=True)
-            add((2, hidden_size), dtype=dtype, weight_offset=1.0, out_dtype=fp16, cuda_only=True)
-            add((2, hidden_size), dtype=dtype, layout="offset_by_one", grad_layout="columns", cuda_only=True)
-    add((3, 262146), dtype=fp64, cuda_only=True)
-    add((3, 262146), dtype=fp64, layout="offset_by_one", grad_layout="offset_by_one", cuda_only=True)
-
-    # Weight and bias: each absent, of x's dtype, or fp32 beside a 16-bit x.
-    for dtype in (fp16, bf16, fp32, fp64):
-        kinds = (None, X, fp32) if dtype in (fp16, bf16) else (None, X)
-        for weight in kinds:
-            for bias in kinds:
-                for hidden_size in (200, 203):
-                    add((23, hidden_size), dtype=dtype, weight=weight, bias=bias, core=hidden_size == 203)
-
-    # Shapes: one to four dimensions, several of them normalized.
-    for shape, normalized_ndim in (
-        ((64,), 1), ((1,), 1), ((3, 5), 2), ((2, 3, 40), 1), ((2, 3, 40), 2), ((2, 3, 40), 3),
-        ((2, 3, 5, 24), 1), ((2, 3, 5, 24), 2), ((2, 3, 5, 24), 3), ((2, 3, 5, 24), 4), ((0, 3, 8), 1), ((2, 0, 8), 1),
-    ):  # fmt: skip
-        for dtype in (bf16, fp32):
-            add(shape, normalized_ndim=normalized_ndim, dtype=dtype, core=True)
-    add((2, 3, 40), normalized_ndim=2, weight=None, bias=None)
-
-    # Layouts of x, of grad_output and of the parameters.
-    for dtype in (bf16, fp32):
-        for hidden_size in (96, 1024, 1025):
-            for layout in LAYOUTS:
-                add((37, hidden_size), dtype=dtype, layout=layout, core=hidden_size == 96)
-            for layout in GRAD_LAYOUTS:
-                add((37, hidden_size), dtype=dtype, grad_layout=layout, core=hidden_size == 96)
-            add((37, hidden_size), dtype=dtype, layout="columns", grad_layout="offset_by_one")
-            for layout in ("offset_by_one", "stepped"):
-                add((37, hidden_size), dtype=dtype, parameter_layout=layout)
-        add((2, 5, 4, 64), dtype=dtype, layout="qkv", core=True)
-        add((2, 5, 4, 64), dtype=dtype, layout="qkv", grad_layout="qkv", normalized_ndim=2)
-        add((2, 5, 4, 63), dtype=dtype, layout="qkv", grad_layout="transposed")
-        add((2, 3, 4, 32), dtype=dtype, layout="heads_first", grad_layout="heads_first")
-        add((2, 3, 4, 32), dtype=dtype, grad_layout="expanded_scalar", normalized_ndim=3)
-    add((37, 96), dtype=fp64, layout="columns", grad_layout="stepped")
-
-    # Values: where a careless method loses its digits.
-    for dtype in (fp16, bf16, fp32, fp64):
-        for values in VALUES:
-            for hidden_size in (64, 769, 4096):
-                add((19, hidden_size), dtype=dtype, values=values, core=hidden_size == 769)
-    for values in ("mean_1e3", "mean_1e4", "first_is_outlier"):
-        add((2, 65536), values=values)
-        add((2, 262144), values=values)
-        add((2, 524292), values=values)
-
-    # Options.
-    for dtype in (fp16, bf16, fp32, fp64):
-        add((11, 129), dtype=dtype, weight_offset=1.0, core=True)
-        add((11, 129), dtype=dtype, weight_offset=1.0, bias=None, eps=1e-2)
-        for out_dtype in (fp16, bf16, fp32, fp64):
-            if out_dtype != dtype:
-                add((11, 129), dtype=dtype, out_dtype=out_dtype, core=True)
-        add((0, 129), dtype=dtype, out_dtype=fp32)
-    for dtype in (fp16, bf16):
-        add((11, 129), dtype=dtype, weight=fp32, bias=fp32, weight_offset=1.0, out_dtype=fp32)
-        add((4096, 64), dtype=dtype, weight=fp32, bias=fp32, grad_layout="expanded_scalar")
-    add((11, 129), values="tiny", eps=0.0)
-    found.append(Case((11, 129), op="rms_norm", eps=None, values="tiny"))
-    return list(dict.fromkeys(found))
-
-
-# ---- inputs --------------------------------------------------------------------------------------------------------
-
-
-def fill(shape, values, generator):
-    """fp64 values to be rounded to a dtype; what each name means is written here and nowhere else."""
-    noise = torch.randn(shape, dtype=fp64, generator=generator, device=generator.device)
-    if values == "normal":
-        return 0.3 + 1.7 * noise  # neither mean 0 nor sigma 1: returning the input must be wrong
-    if values == "mean_1e3":
-        return 1e3 + noise
-    if values == "mean_1e4":
-        return 1e4 + noise
-    if values == "constant":  # a different number in every row
-        return (3.3 + noise[..., :1]).expand(shape)
-    if values == "tiny":
-        return 1e-4 * noise
-    if values == "large":  # squares overflow fp16
-        return 2e3 * noise
-    if values == "first_is_outlier":  # a shift by the first element would cancel
-        noise[..., 0] = 3e4
-        return noise
-    if values == "hot_columns":
-        noise[..., ::17] *= 300
-        return noise
-    raise ValueError(values)
-
-
-def laid_out(t, layout):
-    """A tensor of t's values whose memory is laid out in the named way, with NaN in whatever lies between."""
-    nan = float("nan")
-    if layout == "contiguous" or t.dim() == 0:
-        return t.contiguous()
-    if layout == "offset_by_one":
-        view = t.new_full((t.numel() + 1,), nan)[1:].view(t.shape)
-    elif layout == "columns":  # of a wider matrix, misaligned
-        view = t.new_full((*t.shape[:-1], t.shape[-1] + 24), nan)[..., 1 : 1 + t.shape[-1]]
-    elif layout == "aligned_columns":
-        view = t.new_full((*t.shape[:-1], -(-t.shape[-1] // 16) * 16 + 32), nan)[..., 16 : 16 + t.shape[-1]]
-    elif layout == "every_other_row":
-        view = t.new_full((2 * t.shape[0], *t.shape[1:]), nan)[::2]
-    elif layout == "stepped":  # the last dimension is not contiguous
-        view = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), nan)[..., ::2]
-    elif layout == "transposed":
-        return t.transpose(0, -1).contiguous().transpose(0, -1)
-    elif layout == "qkv":  # [batch, tokens, 3, heads, head_dim]
-        view = t.new_full((*t.shape[:-2], 3, *t.shape[-2:]), nan)[..., 1, :, :]
-    elif layout == "heads_first":  # [batch, heads, tokens, head_dim] as attention leaves it
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    elif layout == "expanded_rows":
-        return t[:1].expand(t.shape)
-    elif layout == "expanded_scalar":  # what y.sum().backward() sends
-        return t.reshape(-1)[:1].reshape([1] * t.dim()).expand(t.shape)
-    else:
-        raise ValueError(layout)
-    view.copy_(t)
-    return view
-
-
-@contextmanager
-def one_thread():
-    """For the many small operations that make and judge values: threads cost them more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@dataclass
-class Inputs:
-    x: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    grad_output: torch.Tensor
-
-    def present(self):
-        return [name for name in ("x", "weight", "bias") if getattr(self, name) is not None]
-
-
-@one_thread()
-def make_inputs(case, device):
-    generator = torch.Generator(device).manual_seed(zlib.crc32(str(case).encode()))
-    x = laid_out(fill(case.shape, case.values, generator).to(case.dtype), case.layout)
-    parameters = {}
-    for name, shift in (("weight", 0.7 - case.weight_offset), ("bias", 0.1)):
-        dtype = case.parameter_dtype(name)
-        if dtype is not None:
-            noise = torch.randn(case.normalized_shape, dtype=fp64, generator=generator, device=device)
-            parameters[name] = laid_out((shift + 0.5 * noise).to(dtype), case.parameter_layout)
-    noise = torch.randn(case.shape, dtype=fp64, generator=generator, device=device)
-    grad_output = laid_out((0.2 + noise).to(case.y_dtype), case.grad_layout)
-    return Inputs(x, parameters.get("weight"), parameters.get("bias"), grad_output)
-
-
-def uses_kernels(device):
-    return fused_layernorm._ops.has_kernels_for(torch.device(device).type)
-
-
-# ---- running a norm ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def poisoned():
-    """Inside, memory from torch.empty and at::empty holds NaN (integers: their largest value), on any device."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill_before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill_before
-
-
-def fused(case, x, weight, bias):
-    """The library's function called as a user would; normalized_shape only where it is needed."""
-    options = {"normalized_shape": case.normalized_shape} if weight is None and bias is None else {}
-    if case.weight_offset and weight is not None:
-        options["weight_offset"] = case.weight_offset
-    if case.out_dtype is not None:
-        options["out_dtype"] = case.out_dtype
-    if not case.stats_grad:
-        options["stats_grad"] = False
-    return OPS[case.op](x, weight, bias, case.eps, **options)
-
-
-def with_torch(case, x, weight, bias):
-    """The same from torch.nn.functional, in the dtype of what it is given (bias and offset added around it)."""
-    if not case.stats_grad:  # torch has no such norm
-        return in_plain_operations(case, x, weight, bias)
-    if case.weight_offset and weight is not None:
-        weight = weight + case.weight_offset
-    # As one normalized dimension: with several, backward of torch 2.11 fails above 65536 rows (pytorch 193016).
-    shape, flat = x.shape, x.reshape(*x.shape[: x.dim() - case.normalized_ndim], case.hidden_size)
-    weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
-    if case.op == "layer_norm":
-        if weight is None and bias is not None and x.is_cuda:  # torch's gradient of bias may then be empty (192016)
-            wide = reference_dtype(case)
-            y = F.layer_norm(flat.to(wide), flat.shape[-1:], eps=case.eps) + bias.to(wide)
-            return y.to(x.dtype).reshape(shape)
-        return F.layer_norm(flat, flat.shape[-1:], weight, bias, case.eps).reshape(shape)
-    eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
-    y = F.rms_norm(flat, flat.shape[-1:], weight, eps)
-    return (y if bias is None else y + bias).reshape(shape)
-
-
-def in_plain_operations(case, x, weight, bias):
-    """The definition, for fp64 input: what is called the truth below."""
-    dims = tuple(range(-case.normalized_ndim, 0))
-    eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
-
-    def source(x):  # what statistics are taken of
-        return x if case.stats_grad else x.detach()
-
-    if case.op == "layer_norm":
-        x = x - source(x).mean(dims, keepdim=True)
-        x = x - source(x).mean(dims, keepdim=True)  # the first mean was rounded
-    y = x * (source(x).square().mean(dims, keepdim=True) + eps).rsqrt()
-    if weight is not None:
-        y = y * (weight + case.weight_offset)
-    return y if bias is None else y + bias
-
-
-def reference_dtype(case):
-    """What statistics and sums are kept in."""
-    return fp64 if case.dtype == fp64 else fp32
-
-
-def run(norm, case, inputs, wants=("x", "weight", "bias")):
-    """{"y": ..., "x": gradient of x, ...} from calling `norm(case, x, weight, bias)`; only present inputs appear."""
-    tensors = {}
-    for name in inputs.present():
-        tensors[name] = getattr(inputs, name).detach().requires_grad_(name in wants)
-    asked = [name for name in tensors if name in wants]
-    y = norm(case, tensors["x"], tensors.get("weight"), tensors.get("bias"))
-    gradients = torch.autograd.grad(y, [tensors[name] for name in asked], inputs.grad_output)
-    return {"y": y.detach(), **dict(zip(asked, gradients, strict=True))}
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))  # for python test_correctness.py
+from norm_cases import (  # noqa: E402
+    CPU_ELEMENTS,
+    CUDA_ELEMENTS,
+    HAS_CUDA,
+    OPS,
+    Case,
+    Inputs,
+    X,
+    backward_arguments,
+    bf16,
+    cases,
+    check,
+    fp16,
+    fp32,
+    fp64,
+    fused,
+    in_plain_operations,
+    make_inputs,
+    on_devices,
+    ones,
+    operator_arguments,
+    poisoned,
+    run,
+    same_bits,
+    through,
+    torch_result,
+    uses_kernels,
+    with_torch,
+)
 
 
 @pytest.fixture(params=("node", "function"))
-def route(request, monkeypatch):
-    """Through the autograd node of plain eager mode (C++), and through NormFunction, which takes what that hands back.
+def route(request):
+    """Through the autograd node of plain eager mode (C++), and through NormFunction.
 
     On the reference backend both are the same PyTorch operations.
     """
-    if request.param == "function":
-        monkeypatch.setattr(fused_layernorm._ops, "norm", fused_layernorm._ops.not_implemented)
-    return request.param
-
-
-# ---- judging -------------------------------------------------------------------------------------------------------
-
-
-@one_thread()
-def expected(case, inputs):
-    """{name: (truth, limit)} in fp64, for y and for each gradient: |result - truth| <= limit must hold elementwise.
-
-    limit is the larger of
-      1. one unit in the last place of the result's dtype (half of it is rounding, the rest is for results beside a
-         tie), plus `few` units of the accumulation type times the size of the terms that were added up:
-           y            |x_hat * w| + |b|
-           grad_input   rstd * (|wdy| + |x_hat| * mean|x_hat * wdy| + mean|wdy|); frozen statistics: rstd * |wdy|
-           grad_weight  sqrt(rows) * rms over the rows of (grad_output * x_hat), + |the sum|; grad_bias likewise.
-                        sqrt(rows), because the roundings of different rows are independent of each other; those of
-                        `repeats` equal rows (dimensions of stride 0) are not: sqrt(rows * repeats)
-         where few = 4 + log2(hidden_size) / 2: what sums by a tree, or by chains that are short, keep;
-      2. 1.1 times torch's own error in that dtype, at its largest: in the row for y and grad_input, anywhere for the
-         parameters.
-    Below the smallest normal number, tiny, the spacing of numbers no longer shrinks with them: a term below it counts
-    as that large, and squares below it (sigma < 1e-19 in fp32, with an eps as small) add tiny / (var + eps) to few.
-    grad_weight's are products of grad_output and x - mean before rstd multiplies them, and count as tiny * rstd.
-    All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: as a sum of terms of both
-    signs few / 2 * mean|x_hat| units; and where it is the mean of x - m, with m the mean of part of the row (16-bit x
-    on CUDA: csrc/forward_kernel.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean
-    itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted
-    the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean would be
-    held to fewer digits than its row has.
-    """
-    # fp64 has digits to spare: long plain chains are allowed there, and the truth is rounded like the result.
-    unit = torch.finfo(fp32).eps if case.dtype != fp64 else 8 * torch.finfo(fp64).eps
-    wide = Inputs(*(None if t is None else t.detach().double() for t in vars(inputs).values()))
-    truth = run(in_plain_operations, case, wide)
-    torchs = torch_result(case, inputs)
-
-    def matrix(t):
-        return t.reshape(case.rows, case.hidden_size)
-
-    x, dy = matrix(wide.x), matrix(wide.grad_output)
-    w = torch.ones((), dtype=fp64, device=x.device)
-    if wide.weight is not None:
-        w = (wide.weight + case.weight_offset).reshape(-1)
-    mean = x.mean(1, keepdim=True) if case.op == "layer_norm" else torch.zeros_like(x[:, :1])
-    eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
-    rstd = ((x - mean).square().mean(1, keepdim=True) + eps).rsqrt()
-    x_hat = (x - mean) * rstd
-    tiny = torch.finfo(reference_dtype(case)).tiny
-    few = 4 + case.hidden_size.bit_length() / 2
-    few_of_row = few + tiny * rstd.square()
-    shift = mean.abs() * rstd * (few * unit if case.dtype == fp32 else 1)
-    if case.op == "layer_norm":
-        shift = shift + few / 2 * x_hat.abs().mean(1, keepdim=True)
-        if x.is_cuda and case.dtype in (fp16, bf16):
-            shift = shift + 2.5
-    wdy = (w * dy).abs() + tiny
-    mean_wdy, mean_x_hat_wdy = wdy.mean(1, keepdim=True), (x_hat * wdy).abs().mean(1, keepdim=True)
-
-    leading = inputs.grad_output.dim() - case.normalized_ndim
-    repeats = math.prod(case.shape[dim] for dim in range(leading) if inputs.grad_output.stride(dim) == 0)
-
-    def over_rows(terms):  # sqrt(rows) * rms
-        return (repeats * terms.square().sum(0)).sqrt()
-
-    b = 0.0 if wide.bias is None else wide.bias.reshape(-1).abs()
-    terms = {
-        "y": few_of_row * ((x_hat * w).abs() + b + tiny) + shift * w.abs(),
-        "x": rstd * (few_of_row * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
-                     + shift * (x_hat.abs() * mean_wdy + mean_x_hat_wdy)),
-        "weight": over_rows(
-            (dy * (few_of_row * x_hat.abs() + shift)).abs().clamp_min(few * tiny * rstd.clamp_min(1))
-        ),
-        "bias": few * over_rows(dy.abs().clamp_min(tiny)),
-    }  # fmt: skip
-    if not case.stats_grad:
-        terms["x"] = rstd * few_of_row * wdy
-    dtypes = {"y": case.y_dtype, "x": case.dtype}
-    limits = {}
-    for name, value in truth.items():
-        dtype = dtypes.get(name) or case.parameter_dtype(name)
-        info = torch.finfo(dtype)
-        by_formula = info.eps * value.abs() + info.eps * info.tiny + unit * terms[name].reshape(value.shape)
-        if name in ("weight", "bias"):
-            by_formula += few * unit * value.abs()
-        torchs_error = (torchs[name].double() - value).abs().nan_to_num(0.0)
-        if name in ("y", "x"):
-            torchs_error = matrix(torchs_error).amax(1, keepdim=True).expand(x.shape).reshape(value.shape)
-        elif value.numel():
-            torchs_error = torchs_error.amax()
-        limits[name] = (value, torch.maximum(by_formula, 1.1 * torchs_error))
-    return limits
-
-
-def torch_result(case, inputs):
-    """torch's own answer in x's dtype; where torch does not take the mix of dtypes, in fp32 and then rounded."""
-    plain = not case.weight_offset and case.out_dtype is None and (case.op == "layer_norm" or inputs.bias is None)
-    plain = plain and case.stats_grad
-    present = [getattr(inputs, name) for name in inputs.present()]
-    if plain and all(t.dtype == case.dtype for t in present):
-        return run(with_torch, case, inputs)
-    kept = reference_dtype(case)
-    wide = Inputs(*(None if t is None else t.detach().to(kept) for t in vars(inputs).values()))
-    found = run(with_torch, case, wide)
-    dtypes = {"y": case.y_dtype, "x": case.dtype}
-    return {name: t.to(dtypes.get(name) or case.parameter_dtype(name)) for name, t in found.items()}
-
-
-def check(case, inputs, found, wants=("y", "x", "weight", "bias")):
-    """Raise AssertionError unless `found` (as `run` returns it) is right in dtype, shape and every value."""
-    names = [name for name in ("y", *inputs.present()) if name in wants]
-    assert list(found) == names, f"results {list(found)}, wanted {names}"
-    everything = expected(case, inputs)
-    for name in names:
-        result, (truth, limit) = found[name], everything[name]
-        like = inputs.x if name == "y" else getattr(inputs, name)
-        dtype = case.y_dtype if name == "y" else like.dtype
-        title = "y" if name == "y" else f"gradient of {name}"
-        assert result.dtype == dtype, f"{title}: {result.dtype}, wanted {dtype}"
-        assert result.shape == like.shape, f"{title}: shape {tuple(result.shape)}, wanted {tuple(like.shape)}"
-        assert result.device == like.device, f"{title}: on {result.device}, wanted {like.device}"
-        assert torch.isfinite(truth).all(), f"{title}: the truth itself is not finite: a mistake in the table"
-        error = (result.double() - truth).abs()
-        good = error <= limit  # False where either is NaN
-        if not good.all():
-            at = (error / limit.clamp_min(1e-300)).nan_to_num(torch.inf).argmax()
-            raise AssertionError(
-                f"{title}: {int((~good).sum())} of {good.numel()} wrong; the worst, at {unravel(at, result.shape)}: "
-                f"{result.reshape(-1)[at].item()!r}, wanted {truth.reshape(-1)[at].item()!r} "
-                f"+- {limit.reshape(-1)[at].item():.3g}"
-            )
-
-
-def unravel(index, shape):
-    return tuple(int(i) for i in torch.unravel_index(index.cpu(), shape))
-
-
-def same_bits(a, b):
-    """Whether two results are the same, bit by bit; NaN is never the same as anything."""
-    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    with through(request.param):
+        yield request.param
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
@@ -601,25 +97,30 @@ def test_values(device, case):
 
 
 @on_devices("case", [case for case in CASES if case.core])
-def test_values_through_norm_function(device, case, monkeypatch):
+def test_values_through_norm_function(device, case):
     """the same through NormFunction, for a part of the table"""
-    monkeypatch.setattr(fused_layernorm._ops, "norm", fused_layernorm._ops.not_implemented)
-    test_values(device, case)
+    with through("function"):
+        test_values(device, case)
 
 
 @on_devices("case", [case for case in CASES if case.core])
 def test_values_of_reference_py(device, case):
     """reference.py, the specification, against fp64"""
-    options = (case.normalized_shape, case.eps, case.weight_offset, case.op == "rms_norm")
+    options = {"normalized_ndim": len(case.normalized_shape), "eps": case.eps, "weight_offset": case.weight_offset,
+               "is_rms_norm": case.op == "rms_norm", "out_dtype": case.out_dtype}  # fmt: skip
     inputs = make_inputs(case, device)
 
     def norm(case, x, weight, bias):
-        return reference.norm(x, weight, bias, *options, case.out_dtype)
+        return reference.norm_forward(*operator_arguments(x, weight=weight, bias=bias, **options))[0]
 
     found = run(norm, case, inputs)
     check(case, inputs, found)
-    bias_dtype = None if inputs.bias is None else inputs.bias.dtype
-    gradients = reference.norm_backward(inputs.grad_output, inputs.x, inputs.weight, *options, bias_dtype)
+    forward = operator_arguments(inputs.x, weight=inputs.weight, bias=inputs.bias, **options)
+    x, residual, gate, *gradients = reference.norm_backward(
+        *backward_arguments(forward, inputs.grad_output, (None, None, None))
+    )
+    assert residual is None and gate is None
+    gradients = [x, *gradients]
     for name, gradient in zip(("x", "weight", "bias"), gradients, strict=True):
         assert (gradient is not None) == (name in found)
     gradients = [gradient for gradient in gradients if gradient is not None]
@@ -960,7 +461,8 @@ def test_hooks_on_the_graph(device, op, route):
     if uses_kernels(device):
         name = {"node": "FusedNormBackward", "function": "NormFunctionBackward"}[route]
         assert y.grad_fn.name() == type(y.grad_fn).__name__ == name
-        assert [edge[0] is None for edge in y.grad_fn.next_functions[:3]] == [False, False, True]
+        edges = {"node": [False, True, True, False, True], "function": [False, False, True]}[route]  # no residual, gate
+        assert [edge[0] is None for edge in y.grad_fn.next_functions[: len(edges)]] == edges
 
 
 @on_devices("op", OPS)
@@ -1434,10 +936,6 @@ def test_hidden_size_zero(device, op, route):
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
-def ones(*shape, dtype=fp32, device="cpu"):
-    return torch.ones(shape, dtype=dtype, device=device)
-
-
 class NoData(torch.Tensor):
     """A tensor subclass without memory behind it, whose operations are not defined."""
 
@@ -1494,7 +992,7 @@ BAD_CALLS = {  # name: (call(norm, device), exception, what its message must say
         TYPE_ERROR, "weight must be a Tensor or None, got tuple; normalized_shape is given by keyword"),
     "arguments in the order of F.layer_norm, with eps": (
         lambda norm, d: norm(ones(3, 4, device=d), (4,), ones(4, device=d), None, 1e-5),
-        TYPE_ERROR, "weight must be a Tensor or None, got tuple; normalized_shape is given by keyword"),
+        TYPE_ERROR, "takes from 1 to 4 positional arguments but 5 were given"),
     "arguments in the order of F.rms_norm": (
         lambda norm, d: norm(ones(3, 4, device=d), (4,), ones(4, device=d), 1e-5),
         TYPE_ERROR, "weight must be a Tensor or None, got tuple; normalized_shape is given by keyword"),

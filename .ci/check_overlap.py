@@ -1,6 +1,6 @@
-"""Fails when a kernel touches memory before it waits for the kernel before it in the stream (wait_for_previous_kernel()
-in csrc/dispatch.cuh): `python .ci/check_overlap.py fused_layernorm_cuda.*.so`. The assembler may move loads of memory
-that is said to be read-only ahead of that wait."""
+"""Fails when a kernel touches memory before it waits for the kernel before it in the stream
+(wait_for_previous_kernel() in csrc/cuda/dispatch.cuh): `python .ci/check_overlap.py fused_layernorm_cuda.*.so`. The
+assembler may move loads of memory that is said to be read-only ahead of that wait."""
 
 import re
 import sys

@@ -1,7 +1,7 @@
 """compute-sanitizer over calls that reach every kernel and plan: `python benchmarks/sanitize.py [FOLDER]`, on a GPU.
 
 Runs memcheck, initcheck and synccheck, all at once, each over the same calls in processes of its own, and writes
-sanitizer_*.json into FOLDER (default: benchmarks/output). The lengths of rows are read from csrc/launch_plan.h:
+sanitizer_*.json into FOLDER (default: benchmarks/output). The lengths of rows are read from csrc/cuda/launch_plan.h:
 what a plan holds, one less (ragged) and eight more, for its dtypes, forward and backward, few rows and many; so are
 those of the kernels with an add stage, and there are calls of the types and sizes that these leave to others. A first
 process (`--kernels`), not under a tool, holds the kernels that the calls launch against those in the extension. With
@@ -11,7 +11,7 @@ reached.
 
 `--tools racecheck` writes racecheck_*.json. That tool takes seconds for a call, so it gets those that launch a kernel
 which none before did, and PyTorch's kernels are left out. What it does not follow, and so reports, is said otherwise in
-a build of its own, NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK (csrc/launch_plan.h); there few rows are many.
+a build of its own, NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK (csrc/cuda/launch_plan.h); there few rows are many.
 """
 
 import argparse
@@ -36,13 +36,13 @@ sys.path.insert(0, str(ROOT))
 TOOLS = ("memcheck", "initcheck", "synccheck")
 # Rows: few, and enough that each place of backward's ring in shared memory is used again
 FEW, MANY, MANY_ELEMENTS = 3, 60_000, 5 << 20
-# The end of a struct template's specialization in csrc/launch_plan.h: which x it is for.
+# The end of a struct template's specialization in csrc/cuda/launch_plan.h: which x it is for.
 SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "float, float": "fp32", "double": "fp64"}
 
 
 def ladders():
     """[(kind of x, [(text of a plan, elements that a block holds, blocks that share a row at most)])], in order."""
-    text = (ROOT / "csrc" / "launch_plan.h").read_text()
+    text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
     found = []
     for of, body in re.findall(r"struct \w+Ladder(?:<([^>]*)>)? \{\s*using type\s*=\s*Ladder<(.*?)>;", text, re.DOTALL):
         plans = []
@@ -54,7 +54,7 @@ def ladders():
             plans.append((f"{name}Plan<{written}>", numbers[0] * numbers[1] * numbers[2], cluster))
         found.append((SPECIALIZED[of], plans))
     if sum(len(plans) for _, plans in found) < 100:
-        raise SystemExit("csrc/launch_plan.h is not written as it was: few plans were found in it")
+        raise SystemExit("csrc/cuda/launch_plan.h is not written as it was: few plans were found in it")
     return found
 
 
@@ -68,7 +68,7 @@ def lengths(kind, light=False):
         1 << 18,
         (1 << 18) + 2,
         (1 << 18) + 8,
-    }  # with more than the first, rows are huge (csrc/norm_huge.cu) in every dtype
+    }  # with more than the first, rows are huge (csrc/cuda/norm_huge.cu) in every dtype
     return sorted(n for hidden in held for n in (hidden - 1, hidden, *([] if light else [hidden + 8])) if n > 0)
 
 

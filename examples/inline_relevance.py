@@ -48,8 +48,8 @@ EPSILON = 1e-5
 CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 
-#include "reduce.cuh"
-#include "vector_io.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vector_io.cuh"
 
 using namespace fused_layernorm;
 

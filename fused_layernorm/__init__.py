@@ -45,5 +45,6 @@ def backend() -> str:
 
 
 def include_dir() -> str:
-    """The folder of vector_io.cuh, reduce.cuh and dispatch.cuh, for kernels of your own (docs/extending.md)."""
+    """The include folder of cuda/vector_io.cuh, cuda/reduce.cuh and cuda/dispatch.cuh, for kernels of your own
+    (docs/extending.md)."""
     return str(_source_hash.CSRC)

@@ -1,11 +1,11 @@
-"""The sole importer of the compiled extension, the one place that decides which backend runs, and the Python side of
-the operators: their fake implementations and DTensor's sharding rules.
+"""The sole importer of the compiled extension, the one place that decides which backend runs and which path takes a
+call, and the Python side of the operators: their fake implementations and DTensor's sharding rules.
 
 `backend` is "cuda" (fused_layernorm_cuda: CUDA and CPU kernels), "cpu" (CPU kernels only) or "reference" (PyTorch
 operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
 the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
-One that build() left in torch's cache is next to one that is installed; FUSED_LAYERNORM_JIT=1 compiles it there where
-neither fits (_jit.py).
+An extension that build() left in torch's cache is tried after one that is installed; FUSED_LAYERNORM_JIT=1 compiles it
+there if neither fits (_jit.py).
 """
 
 import functools
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch  # before the extension: its libraries are what the extension is linked against
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 
 from . import _jit, _source_hash, _toolchain, reference
 
@@ -184,161 +185,87 @@ extension, backend, reason, build_info, problem = _load(
 _KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]
 
 
-def not_implemented(*arguments):
+def not_implemented(*arguments, **options):
     return NotImplemented
 
 
+# norm(x, residual, gate, weight, bias, **options): the call of plain eager mode with its autograd node. A call that it
+# does not take goes to the fallback (functional._norm); try_norm returns NotImplemented instead.
 # Bound directly: a Python wrapper would cost host time on every call.
 if extension:
-    norm, takes_kernel = extension.norm, extension.takes_kernel
-    add_norm = getattr(extension, "add_norm", not_implemented)  # an older build has none
-    norm_forward, norm_backward = extension.norm_forward, extension.norm_backward
-    set_differentiable_backward = extension.set_differentiable_backward
+    norm, try_norm, takes_kernel = extension.norm, extension.try_norm, extension.takes_kernel
+    y_tells_x = extension.y_tells_x
     if "cuda" not in _KERNEL_DEVICES:
-        extension.take_no_cuda_tensors()
+        extension.refuse_cuda_tensors()
 else:
-    norm_forward = norm_backward = None
-    norm = add_norm = not_implemented
+    norm = try_norm = not_implemented
 
-    def takes_kernel(x, weight, bias) -> bool:
+    def takes_kernel(*tensors) -> bool:
         return False
 
-    def set_differentiable_backward(function) -> None:
-        pass
+    def y_tells_x(*arguments) -> bool:
+        return False
 
 
-max_segments = getattr(extension, "max_segments", 0)  # of rows, each with a weight of its own
-activations = getattr(extension, "activations", [])  # their names in the order of the operators' numbers; "": none
+def set_fallback(fallback) -> None:
+    """fallback: called as norm(), where norm() does not take a call."""
+    global norm
+    if extension:
+        extension.set_callbacks(fallback, reference.norm_backward, _watch_optimizers)
+    else:
+        norm = fallback
 
 
-# ---- the operators (csrc/torch_library.cpp) ------------------------------------------------------------------------
+def _watch_optimizers() -> None:
+    """Count the steps of optimizers: mixed precision writes new weights through .data, which no version shows."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-norm_operator = norm_backward_operator = add_norm_operator = after_norm_operator = gated_norm_operator = None
-if extension and hasattr(torch.ops.fused_layernorm, "norm_forward"):  # an older build may have none
-    norm_operator = torch.ops.fused_layernorm.norm_forward.default
-    norm_backward_operator = torch.ops.fused_layernorm.norm_backward.default
-
-    @torch.library.register_fake(norm_operator)
-    def _(x, weight, bias, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None, stats_grad=True):
-        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
-        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
-
-    @torch.library.register_fake(norm_backward_operator)
-    def _(
-        grad_output, x, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight, bias_dtype,
-        stats_grad=True,
-    ):  # fmt: skip
-        grad_x = x.new_empty(x.shape if wants_x else 0)
-        return grad_x, *_fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype)
-
-    def _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype):
-        if weight is not None and weight.dim() > normalized_ndim:  # one for each of several parts of the rows
-            weight, bias = weight[0], None if bias is None else bias[0]
-        shape = x.shape[x.dim() - normalized_ndim :]
-        reference.check_norm_arguments(x, weight, bias, shape, eps, weight_offset, out_dtype)
-
-    def _fake_stats(z, normalized_ndim, is_rms_norm):
-        shape = (1 if is_rms_norm else 3, *z.shape[: z.dim() - normalized_ndim])
-        return z.new_empty(shape, dtype=reference.accumulation_dtype(z.dtype))
-
-    def _fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype):
-        shape = x.shape[x.dim() - normalized_ndim :] if weight is None else weight.shape
-        return (
-            weight.new_empty(shape) if wants_weight and weight is not None else x.new_empty(0),
-            x.new_empty(shape, dtype=bias_dtype) if bias_dtype else x.new_empty(0),
-        )
+    register_optimizer_step_post_hook(lambda *_: extension.count_optimizer_step())
 
 
-if norm_operator and hasattr(torch.ops.fused_layernorm, "add_norm_forward"):
-    add_norm_operator = torch.ops.fused_layernorm.add_norm_forward.default
-
-    @torch.library.register_fake(add_norm_operator)
-    def _(
-        x, residual, weight, bias, philox, normalized_ndim, eps, weight_offset=0.0, is_rms_norm=False, out_dtype=None,
-        stats_grad=True, dropout_p=0.0, residual_dtype=None,
-    ):  # fmt: skip
-        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
-        z = x.new_empty(x.shape, dtype=reference.check_add_arguments(x, residual, residual_dtype, dropout_p))
-        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
-
-    @torch.library.register_fake(torch.ops.fused_layernorm.add_norm_backward.default)
-    def _(
-        grad_output, grad_residual_out, z, weight, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x,
-        wants_weight, bias_dtype, stats_grad, dropout_p, x_dtype, residual_dtype,
-    ):  # fmt: skip
-        drops = philox is not None and dropout_p > 0
-        wants_residual = residual_dtype is not None and (drops or not wants_x or residual_dtype != x_dtype)
-        return (
-            z.new_empty(z.shape, dtype=x_dtype) if wants_x else z.new_empty(0),
-            z.new_empty(z.shape, dtype=residual_dtype) if wants_residual else z.new_empty(0),
-            *_fake_parameter_gradients(z, weight, normalized_ndim, wants_weight, bias_dtype),
-        )
-
-    @torch.library.register_fake(torch.ops.fused_layernorm.dropout_mask.default)
-    def _(philox, rows, hidden_size, dropout_p):
-        return philox.new_empty((rows, hidden_size), dtype=torch.bool)
+# ---- which path takes a call -----------------------------------------------------------------------------------------
 
 
-if norm_operator and hasattr(torch.ops.fused_layernorm, "after_norm_backward"):
-    after_norm_operator = torch.ops.fused_layernorm.after_norm_forward.default
-    after_norm_backward_operator = torch.ops.fused_layernorm.after_norm_backward.default
-    gated_norm_operator = torch.ops.fused_layernorm.gated_norm_forward.default
-    gated_norm_backward_operator = torch.ops.fused_layernorm.gated_norm_backward.default
-    backward_from_y = extension.backward_from_y
-
-    @torch.library.register_fake(gated_norm_operator)
-    def _(
-        x, residual, gate, weight, bias, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, residual_dtype
-    ):  # fmt: skip
-        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
-        z = x.new_empty(x.shape, dtype=residual_dtype)
-        return x.new_empty(x.shape, dtype=out_dtype), z, _fake_stats(z, normalized_ndim, is_rms_norm)
-
-    @torch.library.register_fake(gated_norm_backward_operator)
-    def _(
-        grad_output, grad_residual_out, z, x, gate, weight, stats, normalized_ndim, weight_offset, is_rms_norm, wants_x,
-        wants_residual, wants_weight, bias_dtype,
-    ):  # fmt: skip
-        return (
-            x.new_empty(x.shape if wants_x else 0), z.new_empty(z.shape if wants_residual else 0),
-            gate.new_empty(gate.shape),
-            *_fake_parameter_gradients(z, weight, normalized_ndim, wants_weight, bias_dtype),
-        )  # fmt: skip
-
-    @torch.library.register_fake(after_norm_operator)
-    def _(x, weight, bias, philox, normalized_ndim, eps, weight_offset, is_rms_norm, out_dtype, activation, dropout_p):
-        _check_operator_arguments(x, weight, bias, normalized_ndim, eps, weight_offset, out_dtype)
-        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), _fake_stats(x, normalized_ndim, is_rms_norm)
-
-    @torch.library.register_fake(after_norm_backward_operator)
-    def _(
-        grad_output, x, weight, bias, stats, philox, normalized_ndim, weight_offset, is_rms_norm, wants_x, wants_weight,
-        wants_bias, activation, dropout_p,
-    ):  # fmt: skip
-        bias_dtype = bias.dtype if wants_bias and bias is not None else None
-        grad_x = x.new_empty(x.shape if wants_x else 0)
-        return grad_x, *_fake_parameter_gradients(x, weight, normalized_ndim, wants_weight, bias_dtype)
+def is_torchs(x) -> bool:
+    """Whether PyTorch's own norm computes a plain norm of x: for nested tensors, and in torch.jit.trace and
+    torch.onnx.export, whose readers know no other."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return x.is_nested or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
-def has_stages(device_type: str) -> bool:
-    """Whether there are kernels for this type of device that have what surrounds a norm. Where not, it is made of
-    PyTorch operations."""
-    return after_norm_operator is not None and device_type in _KERNEL_DEVICES
+def path_of(x, *tensors) -> str:
+    """Which path takes a call on these tensors, if PyTorch's own norm does not (is_torchs); None is left out.
+
+    "kernel": the extension's call with its node, or NormFunction. "operator": where something must see a call that it
+    can name (torch.compile, export, dispatch modes, fake tensors, DTensor). "reference": torch.func, forward-mode AD,
+    other subclasses, traces, devices without kernels.
+    """
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and torch.jit.is_tracing():
+        return "reference"
+    if x.device.type not in _KERNEL_DEVICES:
+        if not compiling and type(x) in _PLAIN_TYPES and x.device.type in ("cpu", "cuda"):
+            warn_reference(x.device.type)
+        return "reference"
+    # The operators have neither batching rules nor forward derivatives
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "reference"
+    given = (x, *(t for t in tensors if t is not None))
+    if not torch.compiler.is_compiling() and takes_kernel(*given):
+        return "kernel"
+    return "operator" if all(_operator_takes_type(type(t)) for t in given) else "reference"
 
 
-def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
-    """Which elements a call with this philox and dropout_p keeps: [rows, hidden_size] bool."""
-    if has_stages(philox.device.type) and not torch._C._are_functorch_transforms_active():
-        return torch.ops.fused_layernorm.dropout_mask(philox, rows, hidden_size, dropout_p)
-    return reference.dropout_mask(philox, rows, hidden_size, dropout_p)
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def operator_takes_type(cls: type, has_sharding_rules: bool) -> bool:
-    """Whether an operator knows what to do with tensors of this class. The first DTensor brings the sharding rules."""
+def _operator_takes_type(cls: type) -> bool:
+    """Whether the operators take tensors of this class. The first DTensor registers the sharding rules."""
     if _is_dtensor_class(cls):
         _register_sharding_rules()
-        return has_sharding_rules
-    return cls in (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+        return True
+    return cls in (*_PLAIN_TYPES, FakeTensor, FunctionalTensor)
 
 
 def _is_dtensor_class(cls: type) -> bool:
@@ -352,75 +279,155 @@ def is_dtensor(x: torch.Tensor) -> bool:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds: Dynamo
 # calls the function while it traces, instead of tracing into it.
-operator_takes_type._dynamo_marked_constant = is_dtensor._dynamo_marked_constant = True
+_operator_takes_type._dynamo_marked_constant = is_dtensor._dynamo_marked_constant = True
+
+
+def shape_of_segments(x, normalized_ndim: int, *parameters) -> tuple:
+    """The smallest shape that the kernels take for weight, bias and gate and that all parameters can be expanded to:
+    x's leading dimensions, with 1 for the last of them along which values are shared. Parameters have as many
+    dimensions as x; None is ignored."""
+    leading = x.dim() - normalized_ndim
+    split = leading
+    while split and all(t is None or t.shape[split - 1] == 1 for t in parameters):
+        split -= 1
+    return (*x.shape[:split], *[1] * (leading - split), *x.shape[leading:])
+
+
+# ---- the operators (csrc/torch/library.cpp) ------------------------------------------------------------------------
+
+if extension:
+    norm_forward = torch.ops.fused_layernorm.norm_forward.default
+    norm_backward = torch.ops.fused_layernorm.norm_backward.default
+
+    @torch.library.register_fake(norm_forward)
+    def _(x, residual, gate, weight, bias, philox, *given):
+        options = reference.Options(*given)
+        shape = x.shape[x.dim() - options.normalized_ndim :]
+        own = [t if t is not None and t.dim() == len(shape) else None for t in (weight, bias)]
+        offset = options.weight_offset if own[0] is weight else 0.0
+        reference.check_norm_arguments(x, *own, shape, options.eps, offset, options.out_dtype)
+        rows = x.shape[: x.dim() - len(shape)]
+        return (
+            x.new_empty(x.shape, dtype=options.out_dtype or x.dtype),
+            x.new_empty(x.shape if options.residual_dtype else 0, dtype=options.residual_dtype or x.dtype),
+            x.new_empty((1 if options.is_rms_norm else 3, *rows), dtype=reference.accumulation_dtype(x.dtype)),
+        )
+
+    @torch.library.register_fake(norm_backward)
+    def _(grad_output, grad_residual_out, z, stats, x, gate, weight, bias, philox, *given):
+        _, wanted = _split(given)
+        of_bias = next((t.shape for t in (bias, weight, gate) if t is not None), z.shape[z.dim() - given[0] :])
+
+        def gradient(is_wanted, shape, dtype):
+            return z.new_empty(shape if is_wanted else 0, dtype=dtype if is_wanted else z.dtype)
+
+        return (
+            gradient(wanted.wants_x, z.shape, wanted.x_dtype),
+            gradient(_has_own_residual_gradient(given, philox, gate), z.shape, wanted.grad_residual_dtype),
+            gradient(wanted.wants_gate, None if gate is None else gate.shape, None if gate is None else gate.dtype),
+            gradient(wanted.grad_weight_dtype, None if weight is None else weight.shape, wanted.grad_weight_dtype),
+            gradient(wanted.grad_bias_dtype, of_bias, wanted.grad_bias_dtype),
+        )
+
+    @torch.library.register_fake(torch.ops.fused_layernorm.dropout_mask.default)
+    def _(philox, rows, hidden_size, dropout_p):
+        return philox.new_empty((rows, hidden_size), dtype=torch.bool)
+
+else:
+    norm_forward = norm_backward = None
+
+
+def _split(given):
+    count = len(reference.Options._fields)
+    return reference.Options(*given[:count]), reference.Wanted(*given[count:])
+
+
+def _has_own_residual_gradient(given, philox, gate) -> bool:
+    """Whether the gradient of residual is wanted, and is not that of x as well."""
+    options, wanted = _split(given)
+    if wanted.grad_residual_dtype is None:
+        return False
+    drops_x = philox is not None and options.dropout_p > 0 and not options.drops_y
+    return drops_x or gate is not None or not wanted.wants_x or wanted.grad_residual_dtype != wanted.x_dtype
+
+
+def call_norm_backward(*arguments):
+    """norm_backward's five gradients, None where not wanted."""
+    found = list(norm_backward(*arguments))
+    gate, philox, given = arguments[5], arguments[8], arguments[9:]
+    _, wanted = _split(given)
+    if wanted.grad_residual_dtype is not None and not _has_own_residual_gradient(given, philox, gate):
+        found[1] = found[0]
+    wants = (wanted.wants_x, wanted.grad_residual_dtype, wanted.wants_gate, wanted.grad_weight_dtype,
+             wanted.grad_bias_dtype)  # fmt: skip
+    return tuple(t if wants_it else None for t, wants_it in zip(found, wants, strict=True))
+
+
+def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
+    """Which elements a call with this philox and dropout_p keeps: [rows, hidden_size] bool."""
+    if philox.device.type in _KERNEL_DEVICES and not torch._C._are_functorch_transforms_active():
+        return torch.ops.fused_layernorm.dropout_mask(philox, rows, hidden_size, dropout_p)
+    return reference.dropout_mask(philox, rows, hidden_size, dropout_p)
 
 
 @functools.cache
 def _register_sharding_rules() -> None:
-    """Tell DTensor how the operators work on shards: x split along a dimension not normalized, weights whole."""
+    """Tell DTensor how the operators work on shards. Tensors with the rows of x are split along a leading dimension,
+    and so is a parameter that has values of its own along it; other parameters are replicated. With dropout all tensors
+    are replicated: the mask follows from the row's index in the whole tensor."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def rules(x, normalized_ndim, rule):
-        """What `rule` returns, (results, arguments), where all is whole, and for each way to split the rows.
+    def if_given(tensor, placement):
+        return None if tensor is None else placement
 
-        Its arguments are the placements of a tensor like x, of stats, and of a sum over the rows.
-        """
-        found = [rule(Replicate(), Replicate(), Replicate())]
-        for dim in range(len(x.shape) - normalized_ndim):  # stats has one dimension before those of x
-            found.append(rule(Shard(dim), Shard(dim + 1), Partial("sum")))
+    def of_parameter(parameter, z, dim):
+        if parameter is None or parameter.shape == ():
+            return None
+        has_own = len(parameter.shape) == len(z.shape) and parameter.shape[dim] == z.shape[dim] != 1
+        return Shard(dim) if has_own else Replicate()
+
+    def dims_to_split(z, options, philox):
+        return () if philox is not None else range(len(z.shape) - options.normalized_ndim)
+
+    @register_sharding(norm_forward)
+    def _(x, residual, gate, weight, bias, philox, *given):
+        options, no_tensors = reference.Options(*given), [None] * len(given)
+        whole = [Replicate(), *(if_given(t, Replicate()) for t in (residual, gate, weight, bias, philox)), *no_tensors]
+        found = [([Replicate()] * 3, whole)]
+        for dim in dims_to_split(x, options, philox):
+            rows = Shard(dim)
+            parameters = [of_parameter(t, x, dim) for t in (gate, weight, bias)]
+            found.append((
+                [rows, rows if options.residual_dtype else Replicate(), Shard(dim + 1)],
+                [rows, if_given(residual, rows), *parameters, None, *no_tensors],
+            ))  # fmt: skip
         return found
 
-    def whole(tensor):
-        return None if tensor is None else Replicate()
-
-    @register_sharding(norm_operator)
-    def _(x, weight, bias, normalized_ndim, *options):
-        no_tensors = [None] * (1 + len(options))
-        return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
-            [rows, stats], [rows, whole(weight), whole(bias), *no_tensors]))  # fmt: skip
-
-    @register_sharding(norm_backward_operator)
-    def _(grad_output, x, weight, stats, normalized_ndim, *options):
-        no_tensors = [None] * (1 + len(options))
-        wants = options[2:5]
-
-        def gradients(*placements):  # what is not wanted is an empty tensor, the same everywhere
-            return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
-
-        return rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
-            gradients(rows, sum_of_rows, sum_of_rows), [rows, rows, whole(weight), stats, *no_tensors]))  # fmt: skip
-
-    # The operators with a residual: without dropout, whose mask follows from the row's number in the whole tensor.
-    @register_sharding(add_norm_operator)
-    def _(x, residual, weight, bias, philox, normalized_ndim, *options):
-        no_tensors = [None] * (1 + len(options))
-        found = rules(x, normalized_ndim, lambda rows, stats, sum_of_rows: (
-            [rows, rows, stats],
-            [rows, None if residual is None else rows, whole(weight), whole(bias), whole(philox), *no_tensors],
-        ))  # fmt: skip
-        return found if philox is None else found[:1]
-
-    @register_sharding(torch.ops.fused_layernorm.add_norm_backward.default)
-    def _(grad_output, grad_residual_out, z, weight, stats, philox, normalized_ndim, *options):
-        no_tensors = [None] * (1 + len(options))
-        wants_x, wants_weight, bias_dtype, x_dtype, residual_dtype = (*options[2:5], *options[7:9])
-        wants_residual = residual_dtype is not None and not (wants_x and residual_dtype == x_dtype)  # else it is grad_x
-        wants = (wants_x, wants_residual, wants_weight, bias_dtype)
-
-        def gradients(*placements):
-            return [part if wanted else Replicate() for part, wanted in zip(placements, wants, strict=True)]
-
-        found = rules(z, normalized_ndim, lambda rows, stats, sum_of_rows: (
-            gradients(rows, rows, sum_of_rows, sum_of_rows),
-            [rows, None if grad_residual_out is None else rows, rows, whole(weight), stats, whole(philox), *no_tensors],
-        ))  # fmt: skip
-        return found if philox is None else found[:1]
+    @register_sharding(norm_backward)
+    def _(grad_output, grad_residual_out, z, stats, x, gate, weight, bias, philox, *given):
+        (options, wanted), no_tensors = _split(given), [None] * len(given)
+        tensors = (grad_output, grad_residual_out, z, stats, x, gate, weight, bias, philox)
+        found = [([Replicate()] * 5, [*(if_given(t, Replicate()) for t in tensors), *no_tensors])]
+        wants = (wanted.wants_x, _has_own_residual_gradient(given, philox, gate), wanted.wants_gate,
+                 wanted.grad_weight_dtype, wanted.grad_bias_dtype)  # fmt: skip
+        for dim in dims_to_split(z, options, philox):
+            rows = Shard(dim)
+            parameters = [of_parameter(t, z, dim) for t in (gate, weight, bias)]
+            of_bias = next((p for p in parameters[::-1] if p is not None), Replicate())
+            sums = [Partial("sum") if p == Replicate() else p for p in (parameters[0], parameters[1], of_bias)]
+            gradients = [placement if is_wanted else Replicate()  # else an empty tensor, the same everywhere
+                         for placement, is_wanted in zip((rows, rows, *sums), wants, strict=True)]  # fmt: skip
+            found.append((gradients, [
+                rows, if_given(grad_residual_out, rows), rows, Shard(dim + 1), if_given(x, rows), *parameters, None,
+                *no_tensors,
+            ]))  # fmt: skip
+        return found
 
 
 # ---- the warning about the reference ---------------------------------------------------------------------------------
 
-_may_warn = problem is None and _choice == "auto"  # a problem was told at import; a choice by hand is known
+_may_warn = problem is None and _choice == "auto"  # import has warned of a problem; a choice by hand needs no warning
 
 
 def has_kernels_for(device_type: str) -> bool:
@@ -429,7 +436,7 @@ def has_kernels_for(device_type: str) -> bool:
 
 
 def _levels_to_user() -> int:
-    """How many calls up from who asks the code lies that is neither this package's nor torch.nn's."""
+    """stacklevel, in the caller's frame, of the first caller outside this package and torch.nn."""
     ours = (os.path.dirname(__file__), os.path.dirname(torch.nn.__file__))
     frame, levels = sys._getframe(1), 1
     while frame.f_back and frame.f_code.co_filename.startswith(ours):
@@ -438,7 +445,7 @@ def _levels_to_user() -> int:
 
 
 def warn_reference(device_type: str) -> None:
-    """Say, once per process, that tensors on `device_type` run on the PyTorch reference, why, and what mends it."""
+    """Warn, once per process, that tensors on `device_type` run on the PyTorch reference: why, and what mends it."""
     global _may_warn
     if not _may_warn:
         return

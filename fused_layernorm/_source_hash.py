@@ -12,14 +12,15 @@ CSRC = _PACKAGE / "csrc" if (_PACKAGE / "csrc").exists() else _PACKAGE.parent / 
 
 
 def source_hash(csrc: Path = CSRC) -> str | None:
-    """First 12 hex digits of a SHA-256 over the sorted names and contents of the files in csrc; None without csrc."""
-    files = sorted(path for path in Path(csrc).glob("*") if path.is_file() and not path.name.startswith("."))
+    """First 12 hex digits of a SHA-256 over the sorted paths and contents of the files in csrc; None without csrc."""
+    csrc = Path(csrc)
+    files = sorted(path for path in csrc.rglob("*") if path.is_file() and not path.name.startswith("."))
     if not files:
         return None
     digest = hashlib.sha256()
     for path in files:
         content = path.read_bytes()
-        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(f"{path.relative_to(csrc).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:12]
 

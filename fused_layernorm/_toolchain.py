@@ -99,6 +99,11 @@ def find_toolkits() -> list[tuple[Path, str]]:
     return list(toolkits.values())
 
 
+def nvcc_compresses(home: Path) -> bool:
+    """Whether a toolkit's nvcc knows --compress-mode (from 12.8 on)."""
+    return "--compress-mode" in output_of(str(home / "bin" / "nvcc"), "--help")
+
+
 # ---- architectures ---------------------------------------------------------------------------------------------------
 
 
@@ -208,14 +213,17 @@ def cuda_settings(torch) -> dict:
     return {"home": home, "nvcc": version, "arch_list": set_arch_list(torch, home)}
 
 
-def compiler_flags() -> dict[str, list[str]]:
+def compiler_flags(cuda_home: Path | None = None) -> dict[str, list[str]]:
+    """Of cxx and nvcc; cuda_home: the toolkit whose nvcc is used."""
     # No -march, in any spelling: a wheel must run on other machines, and an nvcc flag with "arch" in it makes torch
     # drop every -gencode. No -std: torch adds the one that its headers need. No fast math.
     debug = flag("DEBUG")
     return {
         "cxx": ["-O0", "-g"] if debug else ["-O3", "-g0"],  # else: the -g that Python itself was built with
         "nvcc": [
-            *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"]),
+            *(["-O0", "-g", "-G"] if debug else ["-O3"]),
+            *(["-lineinfo"] if flag("FUSED_LAYERNORM_LINEINFO") and not debug else []),
+            *(["--compress-mode=size"] if cuda_home and not debug and nvcc_compresses(cuda_home) else []),
             *(["-Xptxas", "-v"] if flag("FUSED_LAYERNORM_PTXAS") else []),
         ],
     }
@@ -250,13 +258,13 @@ def recipe(torch, csrc: Path) -> dict:
         cuda, no_cuda = None, str(error)
 
     name = "fused_layernorm_cuda" if cuda else "fused_layernorm_cpu"
-    sources = sorted(csrc.glob("*.cpp"))
-    flags = compiler_flags()
+    sources = sorted(csrc.rglob("*.cpp"))
+    flags = compiler_flags(cuda["home"] if cuda else None)
     openmp_compile, link = openmp_flags(cxx)
     flags["cxx"] += openmp_compile
     if cuda:
         os.environ["CUDA_HOME"] = str(cuda["home"])
-        sources += sorted(csrc.glob("*.cu"))
+        sources += sorted(csrc.rglob("*.cu"))
         for language in flags:
             flags[language] = ["-DFUSED_LAYERNORM_WITH_CUDA=1", *flags[language]]
     else:

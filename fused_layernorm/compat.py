@@ -5,8 +5,12 @@
 The Mixed norms, `FastLayerNorm` and their functions give a result of the weight's dtype, and take 16-bit weights beside
 float32 x, too: a residual stream kept in float32, as in Megatron.
 
-What differs from Apex: any dtype and layout that `fused_layernorm.fused_layer_norm` takes; under autocast nothing is
-cast; `memory_efficient` keeps to its rule there, so that a weight of 0 keeps its gradient; CPU tensors work;
+Under autocast the functions and modules cast input, weight and bias to the autocast dtype, so that the result has it
+too; float64 stays. `manual_rms_norm` and the classes with `apply` (`FastLayerNormFN`, ...) cast nothing. All of this is
+as in Apex, and unlike the norms of `fused_layernorm`, which keep x's dtype.
+
+What differs from Apex: any dtype and layout that `fused_layernorm.fused_layer_norm` takes; `memory_efficient` keeps to
+its rule there, so that a weight of 0 keeps its gradient; CPU tensors work, under the CPU's autocast as well;
 `manual_rms_norm` is a kernel's, and rounds once.
 """
 
@@ -25,7 +29,8 @@ from .reference import accumulation_dtype, as_shape
 
 
 def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
-    return _layer_norm(input, weight, bias, eps, normalized_shape=normalized_shape, memory_efficient=memory_efficient)
+    tensors = _cast_under_autocast(input, weight, bias)
+    return FusedLayerNormAffineFunction.apply(*tensors, normalized_shape, eps, memory_efficient)
 
 
 def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
@@ -35,11 +40,13 @@ def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False) 
 def mixed_dtype_fused_layer_norm_affine(
     input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False
 ) -> Tensor:
-    return _in_weights_dtype(_layer_norm, input, weight, bias, normalized_shape, eps, memory_efficient)
+    tensors = _cast_under_autocast(input, weight, bias)
+    return FusedLayerNormAffineMixedDtypesFunction.apply(*tensors, normalized_shape, eps, memory_efficient)
 
 
 def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
-    return _rms_norm(input, weight, None, eps, normalized_shape=normalized_shape, memory_efficient=memory_efficient)
+    tensors = _cast_under_autocast(input, weight)
+    return FusedRMSNormAffineFunction.apply(*tensors, normalized_shape, eps, memory_efficient)
 
 
 def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
@@ -47,7 +54,8 @@ def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False) ->
 
 
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False) -> Tensor:
-    return _in_weights_dtype(_rms_norm, input, weight, None, normalized_shape, eps, memory_efficient)
+    tensors = _cast_under_autocast(input, weight)
+    return FusedRMSNormAffineMixedDtypesFunction.apply(*tensors, normalized_shape, eps, memory_efficient)
 
 
 def manual_rms_norm(input, normalized_shape, weight, eps) -> Tensor:
@@ -55,11 +63,28 @@ def manual_rms_norm(input, normalized_shape, weight, eps) -> Tensor:
     if weight is None:
         dtype = accumulation_dtype(input.dtype)
         return _rms_norm(input, None, None, eps, normalized_shape=normalized_shape, out_dtype=dtype)
-    return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
+    return FusedRMSNormAffineMixedDtypesFunction.apply(input, weight, normalized_shape, eps)
 
 
 def _fast_layer_norm(x, weight, bias, epsilon, memory_efficient=False) -> Tensor:
-    return _in_weights_dtype(_layer_norm, x, weight, bias, None, epsilon, memory_efficient)
+    return FastLayerNormFN.apply(*_cast_under_autocast(x, weight, bias), epsilon, memory_efficient)
+
+
+def _cast_under_autocast(x, *parameters) -> list[Tensor | None]:
+    """The tensors in the dtype of the autocast that is on for x's device, if one is; float64 is not cast."""
+    tensors = [x, *parameters]
+    if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda", "xpu"):  # a meta tensor has no autocast
+        return tensors
+    if not torch.is_autocast_enabled(x.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    ]
+
+
+# ---- classes of which callers use `apply`, and look for the arguments of `forward` -----------------------------------
 
 
 def _in_weights_dtype(norm, x, weight, bias, normalized_shape, eps, memory_efficient) -> Tensor:
@@ -71,63 +96,56 @@ def _in_weights_dtype(norm, x, weight, bias, normalized_shape, eps, memory_effic
                 memory_efficient=memory_efficient and dtype == x.dtype)  # fmt: skip
 
 
-# ---- classes of which callers use `apply`, and look for the arguments of `forward` -----------------------------------
+class _Function:
+    """A class with `forward(ctx, ...)` and `apply(...)`, as a torch.autograd.Function has."""
+
+    @classmethod
+    def apply(cls, *arguments, **options) -> Tensor:
+        return cls.forward(None, *arguments, **options)
 
 
-class FusedLayerNormAffineFunction:
-    apply = staticmethod(fused_layer_norm_affine)
-
+class FusedLayerNormAffineFunction(_Function):
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
-        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+        return _layer_norm(
+            input, weight, bias, eps, normalized_shape=normalized_shape, memory_efficient=memory_efficient
+        )
 
 
-class FusedLayerNormFunction:
-    apply = staticmethod(fused_layer_norm)
-
+class FusedLayerNormFunction(_Function):
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
-        return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
+        return _layer_norm(input, None, None, eps, normalized_shape=normalized_shape, memory_efficient=memory_efficient)
 
 
-class FusedLayerNormAffineMixedDtypesFunction:
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
-
+class FusedLayerNormAffineMixedDtypesFunction(_Function):
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
-        return mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+        return _in_weights_dtype(_layer_norm, input, weight, bias, normalized_shape, eps, memory_efficient)
 
 
-class FusedRMSNormAffineFunction:
-    apply = staticmethod(fused_rms_norm_affine)
-
+class FusedRMSNormAffineFunction(_Function):
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
-        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+        return _rms_norm(input, weight, None, eps, normalized_shape=normalized_shape, memory_efficient=memory_efficient)
 
 
-class FusedRMSNormFunction:
-    apply = staticmethod(fused_rms_norm)
-
+class FusedRMSNormFunction(_Function):
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
-        return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
+        return _rms_norm(input, None, None, eps, normalized_shape=normalized_shape, memory_efficient=memory_efficient)
 
 
-class FusedRMSNormAffineMixedDtypesFunction:
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
-
+class FusedRMSNormAffineMixedDtypesFunction(_Function):
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
-        return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+        return _in_weights_dtype(_rms_norm, input, weight, None, normalized_shape, eps, memory_efficient)
 
 
-class FastLayerNormFN:
-    apply = staticmethod(_fast_layer_norm)
-
+class FastLayerNormFN(_Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, epsilon, memory_efficient=False):
-        return _fast_layer_norm(x, gamma, beta, epsilon, memory_efficient)
+        return _in_weights_dtype(_layer_norm, x, gamma, beta, None, epsilon, memory_efficient)
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------

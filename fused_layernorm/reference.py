@@ -6,16 +6,72 @@ transforms and forward-mode AD, and the double backward of the kernels.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROUNDINGS = ("torch", "llama", "gemma")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Options(NamedTuple):
+    """The options of both operators, in their order (csrc/torch/norm_call.h)."""
+
+    normalized_ndim: int
+    eps: float
+    weight_offset: float = 0.0
+    is_rms_norm: bool = False
+    stats_grad: bool = True
+    activation: int = 0  # which of ACTIVATIONS
+    dropout_p: float = 0.0
+    drops_y: bool = False
+    out_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
+
+
+class Wanted(NamedTuple):
+    """The options of norm_backward behind Options."""
+
+    z_is_y: bool
+    x_dtype: torch.dtype
+    wants_x: bool
+    wants_gate: bool
+    grad_residual_dtype: torch.dtype | None
+    grad_weight_dtype: torch.dtype | None
+    grad_bias_dtype: torch.dtype | None
+
+
+def _gelu_slope(u: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(u / math.sqrt(2))) + u * density
+
+
+def _gelu_tanh_slope(u: Tensor) -> Tensor:
+    k = math.sqrt(2 / math.pi)
+    t = torch.tanh(k * (u + 0.044715 * u**3))
+    return 0.5 * (1 + t) + 0.5 * u * (1 - t * t) * k * (1 + 3 * 0.044715 * u * u)
+
+
+def _silu_slope(u: Tensor) -> Tensor:
+    s = torch.sigmoid(u)
+    return s * (1 + u * (1 - s))
+
+
+# Name, function, derivative; the order is that of csrc/norm_params.h.
+ACTIVATIONS: tuple[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...] = (
+    ("", lambda u: u, torch.ones_like),
+    ("relu", F.relu, lambda u: (u > 0).to(u.dtype)),
+    ("gelu", F.gelu, _gelu_slope),
+    ("gelu_tanh", lambda u: F.gelu(u, approximate="tanh"), _gelu_tanh_slope),
+    ("silu", F.silu, _silu_slope),
+)
+ACTIVATION_NAMES = tuple(name for name, _, _ in ACTIVATIONS)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -49,7 +105,7 @@ def check_norm_arguments(
     weight_offset: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, ...]:
-    """Raise as csrc/norm_ops.cpp does for arguments no norm can take; return normalized_shape as a tuple."""
+    """Raise as csrc/torch/norm_ops.cpp does for arguments no norm can take; return normalized_shape as a tuple."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
@@ -205,156 +261,189 @@ def dropout(x: Tensor, mask: Tensor, dropout_p: float, dtype: torch.dtype) -> Te
     return torch.where(mask.view(x.shape), wide * scale, torch.zeros((), dtype=wide.dtype, device=x.device)).to(dtype)
 
 
-def add(x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """z = residual + x, rounded to dtype once; new memory."""
-    if residual is None:
-        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(torch.promote_types(x.dtype, residual.dtype), dtype)
-    return (residual.to(wide) + x.to(wide)).to(dtype).contiguous()
-
-
-def of_each_row(parameter: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
-    """weight or bias as it is broadcast to x; [n, *normalized] belongs to n equal parts of x's rows."""
-    if parameter.dim() <= normalized_ndim:
+def broadcast(parameter: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
+    """weight, bias or gate as it broadcasts to x: [batch, *normalized] has x's first dimension."""
+    own, leading = parameter.dim() - normalized_ndim, x.dim() - normalized_ndim
+    if own in (0, leading):
         return parameter
-    rows = x.shape[: x.dim() - normalized_ndim].numel()
-    each = rows // parameter.shape[0]
-    return parameter.unsqueeze(1).expand(-1, each, *parameter.shape[1:]).reshape(x.shape)
+    return parameter.reshape(parameter.shape[0], *[1] * (leading - 1), *parameter.shape[1:])
+
+
+def _sum_to(values: Tensor, parameter_shape: Sequence[int], normalized_ndim: int) -> Tensor:
+    """The sum over the rows that share a parameter of this shape, in that shape."""
+    own, leading = len(parameter_shape) - normalized_ndim, values.dim() - normalized_ndim
+    shape = tuple(parameter_shape)
+    if own not in (0, leading):
+        shape = (*shape[:1], *[1] * (leading - 1), *shape[1:])
+    if shape == tuple(values.shape):
+        return values.clone().reshape(tuple(parameter_shape))  # values may be a gradient that the caller holds
+    return values.sum_to_size(shape).reshape(tuple(parameter_shape))
+
+
+def _kept(x: Tensor, philox: Tensor | None, options: Options) -> Tensor | None:
+    """Which elements dropout keeps, of x's shape; None without dropout."""
+    if philox is None or not options.dropout_p:
+        return None
+    leading = x.dim() - options.normalized_ndim
+    rows, hidden_size = math.prod(x.shape[:leading]), math.prod(x.shape[leading:])
+    return dropout_mask(philox, rows, hidden_size, options.dropout_p).view(x.shape)
 
 
 def _x_hat_and_rstd(
     x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    def source(z: Tensor) -> Tensor:  # what statistics are taken of
+    def source(z: Tensor) -> Tensor:  # statistics are taken of this
         return z if stats_grad else z.detach()
 
     z = x.to(accumulation_dtype(x.dtype))
     if not is_rms_norm:
         z = z - source(z).mean(dims, keepdim=True)
-        z = z - source(z).mean(dims, keepdim=True)  # what rounding the mean left: matters where |mean| >> sigma
+        z = z - source(z).mean(dims, keepdim=True)  # the rounding error of the mean: matters where |mean| >> sigma
     rstd = (source(z) * source(z)).mean(dims, keepdim=True).add(eps).rsqrt()
     return z * rstd, rstd
 
 
-def norm(
+def norm_forward(
     x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    is_rms_norm: bool,
-    out_dtype: torch.dtype | None,
-    stats_grad: bool = True,
+    philox: Tensor | None,
+    *given: Any,
     rounding: str = "torch",
-) -> Tensor:
-    """y = x_hat * (weight + weight_offset) + bias, with x_hat = (x - mean) * rstd over the last dims.
+) -> tuple[Tensor, Tensor | None]:
+    """y and z (None without a load stage) of the operator norm_forward, from its arguments::
 
-    Without stats_grad, mean and rstd are constants to differentiation. With rounding "llama", x_hat is rounded to x's
-    dtype, and what follows is in the wider of that and weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is
-    "torch" for this function: the operations, and so the bits, are those of GemmaRMSNorm.
+        z = residual + keep * dropout_scale * gate * x      (x itself without residual_dtype)
+        x_hat = (z - mean) * rstd                           u = x_hat * (weight + weight_offset) + bias
+        y = keep * dropout_scale * activation(u)
+
+    z is rounded to residual_dtype before the statistics are taken. Without stats_grad, mean and rstd are constants to
+    differentiation. With rounding "llama", x_hat is rounded to z's dtype, and what follows is in the wider of that and
+    weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is "torch" for this function: the operations, and so the
+    bits, are those of GemmaRMSNorm.
     """
-    dims = tuple(range(-len(normalized_shape), 0))
-    y, _ = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
+    options = Options(*given)
+    ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
+    keep = _kept(x, philox, options)
+    z = x
+    if options.residual_dtype is not None:
+        z = x.to(wide)
+        if gate is not None:
+            z = z * broadcast(gate, x, ndim)
+        if keep is not None and not options.drops_y:
+            z = dropout(z, keep, options.dropout_p, wide)
+        if residual is not None:
+            z = z + residual
+        z = z.to(options.residual_dtype, copy=True, memory_format=torch.contiguous_format)
+
+    y, _ = _x_hat_and_rstd(z, tuple(range(-ndim, 0)), options.eps, options.is_rms_norm, options.stats_grad)
     if rounding == "llama":
-        if weight is not None:  # the product of 16-bit numbers is rounded once, also with an offset
-            wide, narrow = y.dtype, torch.promote_types(x.dtype, weight.dtype)
-            weight = weight.to(wide) + weight_offset if weight_offset else weight.to(wide)  # -0 stays it
-            y = (y.to(x.dtype).to(wide) * weight).to(narrow)
-        else:
-            y = y.to(x.dtype)
-    elif weight is not None:
-        y = y * (of_each_row(weight, x, len(dims)).to(y.dtype) + weight_offset)
-    if bias is not None:
-        y = y + (bias if rounding == "llama" else of_each_row(bias, x, len(dims)).to(y.dtype))
-    return y.to(out_dtype or x.dtype).contiguous()
+        y = _llama(y, z.dtype, weight, bias, options.weight_offset)
+    else:
+        if weight is not None:
+            y = y * (broadcast(weight, x, ndim).to(wide) + options.weight_offset)
+        if bias is not None:
+            y = y + broadcast(bias, x, ndim).to(wide)
+    y = ACTIVATIONS[options.activation][1](y)
+    if keep is not None and options.drops_y:
+        y = dropout(y, keep, options.dropout_p, y.dtype)
+    return y.to(options.out_dtype or x.dtype).contiguous(), None if options.residual_dtype is None else z
 
 
-def rms_stats(x: Tensor, normalized_shape: Sequence[int], eps: float) -> Tensor:
-    """The stats that norm_forward of the kernels returns for RMSNorm, by the operations of `norm`."""
-    _, rstd = _x_hat_and_rstd(x, tuple(range(-len(normalized_shape), 0)), eps, True, True)
-    return rstd.reshape(1, -1)
+def _llama(x_hat: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, offset: float) -> Tensor:
+    y = x_hat.to(dtype)
+    if weight is not None:  # the product of 16-bit numbers is rounded once, also with an offset
+        wide, narrow = x_hat.dtype, torch.promote_types(dtype, weight.dtype)
+        weight = weight.to(wide) + offset if offset else weight.to(wide)  # adding 0 would lose the sign of -0
+        y = (y.to(wide) * weight).to(narrow)
+    return y if bias is None else y + bias
+
+
+def stats(z: Tensor, *given: Any) -> Tensor:
+    """The statistics that the operator norm_forward returns for RMSNorm, by the operations of norm_forward above."""
+    options = Options(*given)
+    dims = tuple(range(-options.normalized_ndim, 0))
+    _, rstd = _x_hat_and_rstd(z, dims, options.eps, options.is_rms_norm, True)
+    return rstd.reshape(1, *z.shape[: z.dim() - options.normalized_ndim])
 
 
 def norm_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    is_rms_norm: bool,
-    bias_dtype: torch.dtype | None,
-    stats_grad: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `norm` with respect to x, weight (None without weight) and bias (None without bias_dtype)."""
-    dims = tuple(range(-len(normalized_shape), 0))
-    x_hat, rstd = _x_hat_and_rstd(x, dims, eps, is_rms_norm, stats_grad)
-    return _gradients(
-        grad_output, x_hat, rstd, weight, len(dims), weight_offset, is_rms_norm, x.dtype, bias_dtype, stats_grad
-    )
-
-
-def backward_from_y(
-    grad_output: Tensor,
-    y: Tensor,
+    grad_output: Tensor | None,
+    grad_residual_out: Tensor | None,
+    z: Tensor,
+    stats: Tensor,
+    x: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    rstd: Tensor,
-    normalized_shape: Sequence[int],
-    weight_offset: float,
-    is_rms_norm: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The same from y and the rows' rstd: x_hat = (y - bias) / (weight + weight_offset)."""
-    ndim = len(normalized_shape)
-    x_hat = y.to(rstd.dtype)
-    if bias is not None:
-        x_hat = x_hat - bias
-    if weight is not None:
-        x_hat = x_hat / (weight.to(rstd.dtype) + weight_offset)
-    rstd = rstd.view(*y.shape[: y.dim() - ndim], *[1] * ndim)
-    bias_dtype = None if bias is None else bias.dtype
-    return _gradients(grad_output, x_hat, rstd, weight, ndim, weight_offset, is_rms_norm, y.dtype, bias_dtype, True)
+    philox: Tensor | None,
+    *given: Any,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, residual, gate, weight and bias, from the arguments of the operator norm_backward; None where not
+    wanted. Differentiable in every tensor::
 
-
-def _gradients(
-    grad_output: Tensor,
-    x_hat: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    normalized_ndim: int,
-    weight_offset: float,
-    is_rms_norm: bool,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    stats_grad: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """wdy = (weight + weight_offset) * grad_output    c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm
-    (c1 = c2 = 0 without stats_grad)
-    grad_input = (wdy - x_hat * c1 - c2) * rstd
-    grad_weight = sum(grad_output * x_hat)          grad_bias = sum(grad_output)
+        grad_u = keep * dropout_scale * grad_output * activation'(u)      wdy = (weight + weight_offset) * grad_u
+        c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm           (c1 = c2 = 0 without stats_grad)
+        grad_z = (wdy - x_hat * c1 - c2) * rstd + grad_residual_out
+        grad_residual = grad_z      grad_x = keep * dropout_scale * gate * grad_z
+        grad_gate = sum(keep * dropout_scale * x * grad_z)
+        grad_weight = sum(grad_u * x_hat)      grad_bias = sum(grad_u)
     """
-    dims = tuple(range(-normalized_ndim, 0))
+    options, wanted = Options(*given[: len(Options._fields)]), Wanted(*given[len(Options._fields) :])
+    ndim, wide = options.normalized_ndim, accumulation_dtype(z.dtype)
+    dims = tuple(range(-ndim, 0))
+    keep = _kept(z, philox, options)
+    grad_weight = grad_bias = grad_z = None
+    if grad_output is not None:
+        scale = None if weight is None else broadcast(weight, z, ndim).to(wide) + options.weight_offset
+        shift = None if bias is None else broadcast(bias, z, ndim).to(wide)
+        if wanted.z_is_y:
+            x_hat = z.to(wide)
+            x_hat = x_hat if shift is None else x_hat - shift
+            x_hat = x_hat if scale is None else x_hat / scale
+            rstd = stats[0].reshape(*z.shape[: z.dim() - ndim], *[1] * ndim)
+        else:
+            x_hat, rstd = _x_hat_and_rstd(z, dims, options.eps, options.is_rms_norm, options.stats_grad)
+        grad_u = grad_output.to(wide)
+        if keep is not None and options.drops_y:
+            grad_u = dropout(grad_u, keep, options.dropout_p, wide)
+        if options.activation:
+            u = x_hat if scale is None else x_hat * scale
+            u = u if shift is None else u + shift
+            grad_u = grad_u * ACTIVATIONS[options.activation][2](u)
+        wdy = grad_u if scale is None else grad_u * scale
+        grad_z = wdy
+        if options.stats_grad:
+            grad_z = grad_z - x_hat * (x_hat * wdy).mean(dims, keepdim=True)
+        if options.stats_grad and not options.is_rms_norm:
+            grad_z = grad_z - wdy.mean(dims, keepdim=True)
+        grad_z = grad_z * rstd
+        if wanted.grad_weight_dtype is not None and weight is not None:
+            grad_weight = _sum_to(grad_u * x_hat, weight.shape, ndim).to(wanted.grad_weight_dtype)
+        if wanted.grad_bias_dtype is not None:
+            given_parameter = next((t for t in (bias, weight, gate) if t is not None), None)
+            shape = z.shape[z.dim() - ndim :] if given_parameter is None else given_parameter.shape
+            grad_bias = _sum_to(grad_u, shape, ndim).to(wanted.grad_bias_dtype)
+    if grad_residual_out is not None:
+        grad_z = grad_residual_out.to(wide) if grad_z is None else grad_z + grad_residual_out
+    if grad_z is None:  # neither y nor z has a gradient
+        return (None,) * 5
+    grad_x = grad_residual = grad_gate = None
+    grad_gated = grad_z  # of gate * x
+    if keep is not None and not options.drops_y:
+        grad_gated = dropout(grad_gated, keep, options.dropout_p, wide)
+    if wanted.wants_gate and gate is not None and x is not None:
+        grad_gate = _sum_to(grad_gated * x, gate.shape, ndim).to(gate.dtype)
+    if wanted.wants_x:
+        product = grad_gated if gate is None else grad_gated * broadcast(gate, z, ndim)
+        grad_x = _own(product.to(wanted.x_dtype), grad_output, grad_residual_out)
+    if wanted.grad_residual_dtype is not None:
+        grad_residual = _own(grad_z.to(wanted.grad_residual_dtype), grad_output, grad_residual_out)
+    return grad_x, grad_residual, grad_gate, grad_weight, grad_bias
 
-    def sum_of_rows(values: Tensor) -> Tensor:  # of x's shape
-        if weight is not None and weight.dim() > normalized_ndim:
-            return values.reshape(weight.shape[0], -1, *weight.shape[1:]).sum(1)
-        row_dims = tuple(range(x_hat.dim() - normalized_ndim))
-        return values.sum(row_dims) if row_dims else values  # sum(()) would sum over every dimension
 
-    grad_output = grad_output.to(x_hat.dtype)
-    wdy = grad_output
-    if weight is not None:
-        wdy = grad_output * (of_each_row(weight, x_hat, normalized_ndim).to(x_hat.dtype) + weight_offset)
-    grad_input = wdy
-    if stats_grad:
-        grad_input = grad_input - x_hat * (x_hat * wdy).mean(dims, keepdim=True)
-    if stats_grad and not is_rms_norm:
-        grad_input = grad_input - wdy.mean(dims, keepdim=True)
-    grad_input = (grad_input * rstd).to(x_dtype)
-    grad_weight = grad_bias = None
-    if weight is not None:
-        grad_weight = sum_of_rows(grad_output * x_hat).to(weight.dtype)
-    if bias_dtype is not None:
-        grad_bias = sum_of_rows(grad_output).to(bias_dtype)
-    return grad_input, grad_weight, grad_bias
+def _own(gradient: Tensor, *given: Tensor | None) -> Tensor:
+    """The gradient; a copy if it is one of the tensors that the caller holds."""
+    return gradient.clone() if any(gradient is t for t in given) else gradient

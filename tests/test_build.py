@@ -205,10 +205,8 @@ def test_reference_warning_comes_once(monkeypatch):
 
 
 def test_reference_warning_names_the_line_of_the_user(monkeypatch):
-    for call in ("norm", "add_norm"):
-        monkeypatch.setattr(_ops, call, _ops.not_implemented)
-    monkeypatch.setattr(_ops, "takes_kernel", lambda *tensors: False)
-    monkeypatch.setattr(_ops, "has_kernels_for", lambda device_type: False)
+    monkeypatch.setattr(_ops, "norm", fused_layernorm.functional._norm)
+    monkeypatch.setattr(_ops, "_KERNEL_DEVICES", ())
     x = torch.randn(2, 4)
     for call in (
         lambda: fused_layernorm.fused_layer_norm(x, normalized_shape=4),
@@ -321,6 +319,23 @@ def test_compiler_flags():
         assert unwanted not in everything
 
 
+def test_line_info_is_opt_in(monkeypatch):
+    monkeypatch.delenv("FUSED_LAYERNORM_LINEINFO", raising=False)
+    monkeypatch.delenv("DEBUG", raising=False)
+    assert "-lineinfo" not in _toolchain.compiler_flags()["nvcc"]
+    monkeypatch.setenv("FUSED_LAYERNORM_LINEINFO", "1")
+    assert "-lineinfo" in _toolchain.compiler_flags()["nvcc"]
+    monkeypatch.setenv("DEBUG", "1")  # -G, beside which nvcc ignores -lineinfo with a warning
+    assert "-lineinfo" not in _toolchain.compiler_flags()["nvcc"]
+
+
+@pytest.mark.parametrize("nvcc_help", ["--compress-mode [default,size]", ""], ids=["12.8", "12.6"])
+def test_device_code_is_compressed_where_nvcc_can(monkeypatch, nvcc_help):
+    monkeypatch.delenv("DEBUG", raising=False)
+    monkeypatch.setattr(_toolchain, "output_of", lambda *command: nvcc_help)
+    assert ("--compress-mode=size" in _toolchain.compiler_flags(Path("/opt/cuda"))["nvcc"]) == bool(nvcc_help)
+
+
 def test_nvcc_of_another_major_version(monkeypatch):
     monkeypatch.setattr(_toolchain, "find_toolkits", lambda: [(Path("/opt/cuda-12"), "12.8"), (Path("/c13"), "13.2")])
     assert _toolchain.choose_toolkit("13.0") == (Path("/c13"), "13.2")
@@ -380,10 +395,15 @@ def test_source_hash(tmp_path):
 # An extension that compiles in seconds, in place of the real one: what _ops.py takes from it, and nothing else.
 SMALL_EXTENSION = """
 #include <pybind11/pybind11.h>
+#include <torch/library.h>
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  for (const char* name : {"norm", "takes_kernel", "norm_forward", "norm_backward", "set_differentiable_backward",
-                           "take_no_cuda_tensors"})
+  for (const char* name : {"norm", "try_norm", "takes_kernel", "y_tells_x", "set_callbacks", "count_optimizer_step",
+                           "refuse_cuda_tensors"})
     module.def(name, [](pybind11::args) {});
+}
+TORCH_LIBRARY(fused_layernorm, library) {
+  for (const char* name : {"norm_forward", "norm_backward", "dropout_mask"})
+    library.def((std::string(name) + "(Tensor x) -> Tensor").c_str());
 }
 """
 
@@ -538,9 +558,10 @@ def test_wheel_without_extension_is_reproducible_and_complete(sources):
     assert b"\nRequires-Dist: torch>=2.11\n" in zipfile.ZipFile(wheels[0]).read(metadata)
     shipped = {name for name in names if ".dist-info/" not in name}
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fused_layernorm").rglob("*.py")}
-    wanted |= {f"fused_layernorm/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}  # for build()
-    typed = {"fused_layernorm/py.typed", "fused_layernorm/functional.pyi"}
-    assert shipped == wanted | {"fused_layernorm/_build_info.py"} | typed
+    wanted |= {
+        f"fused_layernorm/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "csrc").rglob("*") if path.is_file()
+    }  # for build()
+    assert shipped == wanted | {"fused_layernorm/_build_info.py", "fused_layernorm/py.typed"}
 
 
 def test_wheel_to_hand_on_is_not_made_without_an_extension(sources):
@@ -552,7 +573,7 @@ def test_sdist_holds_what_a_build_and_the_tests_need(sources):
     setup_in(sources / "one", "sdist", "--dist-dir", str(sources / "dist"))
     (path,) = (sources / "dist").iterdir()
     names = {name.split("/", 1)[1] for name in tarfile.open(path).getnames() if "/" in name}
-    needed = [*ROOT.glob("csrc/*"), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
+    needed = [*ROOT.glob("csrc/*/*"), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
     needed += [ROOT / name for name in ("setup.py", "pyproject.toml", "LICENSE", "SECURITY.md", "test_correctness.py")]
     needed += [ROOT / "fused_layernorm" / "py.typed", ROOT / "conftest.py", ROOT / "benchmarks" / "record.sh"]
     needed += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*/*.json"), ROOT / ".ci" / "run"]

@@ -9,9 +9,16 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from norm_cases import (
+    bf16,
+    fp16,
+    fp32,
+    fp64,
+    on_devices,
+    same_bits,
+)
 
 from fused_layernorm import compat, fused_rms_norm
-from test_correctness import bf16, fp16, fp32, fp64, on_devices, same_bits
 
 FORWARD_ARGUMENTS = {  # of Apex's Functions, ctx left out
     "FusedLayerNormAffineFunction": ["input", "weight", "bias", "normalized_shape", "eps"],
@@ -137,3 +144,93 @@ def test_manual_rms_norm(device, dtype, weight_dtype):
     truth = fused_rms_norm(x.double(), None if weight is None else weight.double(), eps=1e-3, normalized_shape=(4, 8))
     assert y.dtype == (weight_dtype or (fp64 if dtype == fp64 else fp32))
     torch.testing.assert_close(y, truth.to(y.dtype))
+
+
+UNDER_AUTOCAST = {  # name: (call with x, weight and bias, whether it casts them)
+    "fused_layer_norm_affine": (lambda x, w, b: compat.fused_layer_norm_affine(x, w, b, (32,), 1e-5), True),
+    "fused_layer_norm": (lambda x, w, b: compat.fused_layer_norm(x, (32,), 1e-5), True),
+    "mixed_dtype_fused_layer_norm_affine": (
+        lambda x, w, b: compat.mixed_dtype_fused_layer_norm_affine(x, w, b, (32,), 1e-5), True),
+    "fused_rms_norm_affine": (lambda x, w, b: compat.fused_rms_norm_affine(x, w, (32,), 1e-5), True),
+    "fused_rms_norm": (lambda x, w, b: compat.fused_rms_norm(x, (32,), 1e-5), True),
+    "mixed_dtype_fused_rms_norm_affine": (
+        lambda x, w, b: compat.mixed_dtype_fused_rms_norm_affine(x, w, (32,), 1e-5), True),
+    "FusedLayerNorm": (lambda x, w, b: module("FusedLayerNorm", w, b)(x), True),
+    "FusedRMSNorm": (lambda x, w, b: module("FusedRMSNorm", w)(x), True),
+    "MixedFusedLayerNorm": (lambda x, w, b: module("MixedFusedLayerNorm", w, b)(x), True),
+    "MixedFusedRMSNorm": (lambda x, w, b: module("MixedFusedRMSNorm", w)(x), True),
+    "FastLayerNorm": (lambda x, w, b: module("FastLayerNorm", w, b)(x), True),
+    "FusedLayerNormAffineFunction": (
+        lambda x, w, b: compat.FusedLayerNormAffineFunction.apply(x, w, b, (32,), 1e-5), False),
+    "FusedLayerNormFunction": (lambda x, w, b: compat.FusedLayerNormFunction.apply(x, (32,), 1e-5), False),
+    "FusedLayerNormAffineMixedDtypesFunction": (
+        lambda x, w, b: compat.FusedLayerNormAffineMixedDtypesFunction.apply(x, w, b, (32,), 1e-5), False),
+    "FusedRMSNormAffineFunction": (lambda x, w, b: compat.FusedRMSNormAffineFunction.apply(x, w, (32,), 1e-5), False),
+    "FusedRMSNormFunction": (lambda x, w, b: compat.FusedRMSNormFunction.apply(x, (32,), 1e-5), False),
+    "FusedRMSNormAffineMixedDtypesFunction": (
+        lambda x, w, b: compat.FusedRMSNormAffineMixedDtypesFunction.apply(x, w, (32,), 1e-5), False),
+    "FastLayerNormFN": (lambda x, w, b: compat.FastLayerNormFN.apply(x, w, b, 1e-5), False),
+    "manual_rms_norm": (lambda x, w, b: compat.manual_rms_norm(x, (32,), w, 1e-5), False),
+}  # fmt: skip
+
+
+def module(name, weight, bias=None):
+    """One of compat's modules with these tensors for parameters, so that their gradients can be asked for."""
+    made = getattr(compat, name)(32)
+    del made.weight
+    made.weight = weight
+    if bias is not None:
+        del made.bias
+        made.bias = bias
+    return made
+
+
+def test_every_name_is_tried_under_autocast():
+    names = {name for name, value in vars(compat).items() if getattr(value, "__module__", "") == compat.__name__}
+    assert {name for name in names if not name.startswith("_")} == set(UNDER_AUTOCAST)
+
+
+@on_devices("name,dtype", [(name, dtype) for name in UNDER_AUTOCAST for dtype in (bf16, fp16)])
+def test_apex_autocast_leaves_float32(device, name, dtype):
+    """functions and modules cast their tensors to the autocast dtype, as Apex's do; what is applied casts nothing"""
+    call, casts = UNDER_AUTOCAST[name]
+    torch.manual_seed(0)
+    tensors = [0.3 + torch.randn(6, 32), 0.5 + torch.rand(32), torch.randn(32)]
+    leaves, plain = ([t.to(device, copy=True).requires_grad_() for t in tensors] for _ in range(2))
+    with torch.autocast(device, dtype=dtype):
+        y = call(*leaves)
+    wanted = call(*(t.to(dtype) if casts else t for t in plain))
+    assert y.dtype == wanted.dtype == (dtype if casts else fp32) and same_bits(y, wanted)
+    gradient = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, gradient, allow_unused=True)
+    for one, other, leaf in zip(
+        found, torch.autograd.grad(wanted, plain, gradient, allow_unused=True), leaves, strict=True
+    ):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == leaf.dtype == fp32 and same_bits(one, other))
+    with torch.autocast(device, dtype=dtype, enabled=False):
+        assert call(*leaves).dtype == fp32
+
+
+@on_devices()
+def test_autocast_of_apex_names_leaves_what_it_should(device):
+    """float64 stays float64; the core functions cast nothing; autocast of another device is not this one's"""
+    x, weight = torch.randn(6, 32, device=device), torch.rand(32, device=device)
+    with torch.autocast(device, dtype=bf16):
+        assert compat.fused_rms_norm_affine(x.double(), weight.double(), (32,)).dtype == fp64
+        assert fused_rms_norm(x, weight).dtype == fp32
+        assert compat.fused_rms_norm_affine(x.to("meta"), weight.to("meta"), (32,)).dtype == fp32
+    if device == "cpu":
+        with torch.autocast("cuda", dtype=bf16, enabled=torch.cuda.is_available()):
+            assert compat.fused_rms_norm_affine(x, weight, (32,)).dtype == fp32
+
+
+@on_devices("memory_efficient", [(False,), (True,)])
+def test_autocast_of_apex_names_compiled(device, memory_efficient):
+    """torch.compile in one graph: the dtype and the bits of eager mode"""
+    torch.compiler.reset()
+    norm = compat.FusedLayerNorm(32, memory_efficient=memory_efficient).to(device)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    x = torch.randn(6, 32, device=device)
+    with torch.autocast(device, dtype=bf16):
+        assert compiled(x).dtype == bf16 and same_bits(compiled(x), norm(x))

@@ -52,7 +52,7 @@ def python_errors():
 
 def cpp_strings():
     """Literals with what is between them: "..." for values."""
-    for path in ROOT.glob("csrc/*.cpp"):
+    for path in ROOT.glob("csrc/*/*.cpp"):
         text = re.sub(r'"\s*"', "", path.read_text())
         yield re.sub(r'"\s*\+[^";]*\+\s*"', "...", text)
 
@@ -116,19 +116,52 @@ def test_the_first_code_of_the_readme_runs(capsys):
     assert "replaced" in capsys.readouterr().out
 
 
-def test_the_stub_has_the_signatures():
-    tree = ast.parse((ROOT / "fused_layernorm" / "functional.pyi").read_text())
-    stubs = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert {stub.name for stub in stubs} == {function.__name__ for function in FUNCTIONS}
-    first = {stub.name: stub for stub in reversed(stubs)}  # of overloads: the one with all defaults
-    for stub in stubs:
-        found = inspect.signature(getattr(fused_layernorm, stub.name))
-        by_kind = [(argument.arg, "POSITIONAL_OR_KEYWORD") for argument in stub.args.args]
-        by_kind += [(argument.arg, "KEYWORD_ONLY") for argument in stub.args.kwonlyargs]
-        assert by_kind == [(name, parameter.kind.name) for name, parameter in found.parameters.items()]
-    for stub in first.values():
-        defaults = [*stub.args.defaults, *filter(None, stub.args.kw_defaults)]
-        parameters = inspect.signature(getattr(fused_layernorm, stub.name)).parameters.values()
-        assert [ast.literal_eval(default) for default in defaults] == [
-            parameter.default for parameter in parameters if parameter.default is not parameter.empty
+@pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="operators need the compiled extension")
+def test_the_operators_on_the_page_have_their_schemas():
+    page = (DOCS / "pytorch.md").read_text()
+    block = re.search(r"```\n(fused_layernorm::.*?)```", page, re.DOTALL)[1]
+    quoted = ["".join(schema.split()) for schema in block.split("\n\n")]
+    operators = [getattr(torch.ops.fused_layernorm, name) for name in ("norm_forward", "norm_backward", "dropout_mask")]
+    assert quoted == ["".join(str(operator.default._schema).split()) for operator in operators]
+
+
+def test_public_functions_are_annotated():
+    for function in FUNCTIONS:
+        signature = inspect.signature(function)
+        annotations = [parameter.annotation for parameter in signature.parameters.values()]
+        assert inspect.Signature.empty not in (*annotations, signature.return_annotation), function
+
+
+def test_overloads_agree_with_the_functions():
+    """All arguments of the function, of the same kinds, types and defaults, but for the one that decides the result."""
+    tree = ast.parse((ROOT / "fused_layernorm" / "functional.py").read_text())
+    options = {}  # of each TypedDict: name and type
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Options"):
+            own = {field.target.id: ast.unparse(field.annotation) for field in node.body}
+            options[node.name] = options.get(node.bases[0].id, {}) | own
+    overloads = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    assert len({node.name for node in overloads}) == 4
+    for node in overloads:
+        parameters = inspect.signature(getattr(fused_layernorm, node.name)).parameters
+        by_position, by_keyword = (
+            {argument.arg: ast.unparse(argument.annotation) for argument in arguments}
+            for arguments in (node.args.args, node.args.kwonlyargs)
+        )
+        by_keyword |= options[node.args.kwarg.annotation.slice.id]
+        wanted = {name: parameter.annotation for name, parameter in parameters.items()}
+        assert list(by_position) == [
+            name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
+        found = by_position | by_keyword
+        assert found.keys() == wanted.keys(), node.name
+        decisive = "residual" if "adaptive" in node.name else "return_dropout_mask"
+        assert found | {decisive: None} == wanted | {decisive: None}, node.name
+        with_default = [*by_position][len(by_position) - len(node.args.defaults) :]
+        defaults = dict(zip(with_default, node.args.defaults, strict=True))
+        defaults |= {
+            argument.arg: default
+            for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            if default is not None
+        }
+        assert all(ast.literal_eval(default) == parameters[name].default for name, default in defaults.items())

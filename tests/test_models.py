@@ -152,7 +152,7 @@ each_model = pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.fixture(autouse=True)
 def on_one_thread():
     """The models are tiny: threads that wait for a busy core are slower than none."""
-    from test_correctness import one_thread  # here, as this file also runs as a script, which does not find that one
+    from norm_cases import one_thread  # here, as this file also runs as a script, which does not find that one
 
     with one_thread():
         yield

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from checks import DEVICES
+from norm_cases import (
+    one_thread,
+)
 from torch import nn
 
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, ProfileReport, ReplaceReport, profile, replace_norms
 from fused_layernorm.__main__ import call_target
 from fused_layernorm.replace import NormEntry
-from test_correctness import one_thread
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,11 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import needs_memory
-from test_build import ROOT
-
-import fused_layernorm
-from test_correctness import (
-    MODULES,
+from norm_cases import (
     OPS,
     Case,
     Inputs,
@@ -39,6 +35,10 @@ from test_correctness import (
     same_bits,
     with_torch,
 )
+from test_build import ROOT
+
+import fused_layernorm
+from test_correctness import MODULES
 
 ON_KERNELS = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="a promise of the compiled kernels")
 

@@ -4,18 +4,21 @@ Some are met in the table of test_correctness.py too, whose way of judging value
 """
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checks import needs_memory
-
-from fused_layernorm import fused_layer_norm
-from test_correctness import (
+from norm_cases import (
+    ACTIVATIONS,
+    ARGUMENTS,
     GRAD_LAYOUTS,
+    GRADIENTS,
     LAYOUTS,
     OPS,
     Case,
+    Fusion,
     Inputs,
     bf16,
     check,
@@ -23,11 +26,22 @@ from test_correctness import (
     fp32,
     fp64,
     fused,
+    leaves_of,
     make_inputs,
     on_devices,
     one_thread,
     run,
     same_bits,
+)
+
+import fused_layernorm
+from fused_layernorm import (
+    fused_adaptive_layer_norm,
+    fused_adaptive_rms_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    fused_layer_norm,
+    fused_rms_norm,
 )
 
 
@@ -198,3 +212,191 @@ def test_empty_inputs(device, op, shape):
     assert grad_x.shape == x.shape
     for gradient in rest:
         assert gradient.shape == weight.shape and not gradient.any()
+
+
+# ---- reported of this library ----------------------------------------------------------------------------------------
+
+
+def options_with_gradients(op, dtype, shape):
+    """{name: Fusion}: every public function with every option that has gradients."""
+    plain = Case(shape, op=op, dtype=dtype)
+    modulated = replace(plain, weight=None, bias=None)
+    wide = fp64 if dtype == fp64 else fp32
+    added = {"kind": "add", "residual": dtype, "uses": ("y", "z")}
+    found = {
+        "plain": Fusion(plain),
+        "bias alone": Fusion(replace(plain, weight=None)),
+        "neither weight nor bias": Fusion(modulated),
+        "weight_offset": Fusion(replace(plain, weight_offset=1.0)),
+        "out_dtype": Fusion(replace(plain, out_dtype=wide)),
+        "stats_grad=False": Fusion(replace(plain, stats_grad=False)),
+        "memory_efficient": Fusion(plain, memory_efficient=True, seed=1),
+        "dropout of y": Fusion(plain, dropout_p=0.3),
+        "activation and dropout of y": Fusion(plain, activation="gelu", dropout_p=0.3),
+        "residual": Fusion(plain, **added),
+        "residual, y alone": Fusion(plain, **added | {"uses": ("y",)}),
+        "residual, residual_out alone": Fusion(plain, **added | {"uses": ("z",)}),
+        "no residual": Fusion(plain, kind="add", uses=("y", "z")),
+        "float32 residual": Fusion(plain, **added | {"residual": wide}),
+        "residual, dropout of x": Fusion(plain, **added, dropout_p=0.3),
+        "residual, activation": Fusion(plain, **added, activation="silu"),
+        "residual, stats_grad=False": Fusion(replace(plain, stats_grad=False), **added),
+    }
+    found |= {activation: Fusion(plain, activation=activation) for activation in ACTIVATIONS}
+    if op == "rms_norm":
+        found |= {rounding: Fusion(plain, rounding=rounding) for rounding in ("llama", "gemma")}
+        found["residual, llama"] = Fusion(plain, **added, rounding="llama")
+    each = {"sample": (shape[0], shape[-1]), "token": shape, "position": (1, *shape[1:]), "all": shape[-1:]}
+    for kind, of in each.items():
+        for gate in (False, True):
+            names = ("scale", "shift", "gate") if gate else ("scale", "shift")
+            fields = {"kind": "adaptive", "modulations": {name: (of, dtype) for name in names}}
+            residual = {"residual": dtype, "uses": ("y", "z")}
+            if not gate:
+                found[f"by {kind}"] = Fusion(modulated, **fields)
+                found[f"by {kind}, weight and bias"] = Fusion(plain, **fields)
+            found[f"by {kind}, residual{', gate' if gate else ''}"] = Fusion(modulated, **fields, **residual)
+            found[f"by {kind}, residual{', gate' if gate else ''}, residual_out alone"] = Fusion(
+                modulated, **fields, **residual | {"uses": ("z",)}
+            )
+    return found
+
+
+def memory_of(tensors):
+    return {t.untyped_storage().data_ptr(): name for name, t in tensors.items() if t.numel()}
+
+
+def uses_of(fusion, device, wants):
+    """(leaves, gradients of the results, a call that gives results and gradients): of one fusion."""
+    given = fusion.tensors(device)
+    leaves = leaves_of(given, wants)
+    gradients = {name: given[GRADIENTS[name]].clone() for name in fusion.uses}
+
+    def call():
+        found = fusion.call(leaves)
+        names = [name for name in fusion.uses if found[name].requires_grad]
+        return [found[name] for name in names], [gradients[name] for name in names]
+
+    return leaves, gradients, call
+
+
+def shared_memory(found, leaves, gradients):
+    """What of `found` lies in the memory of an argument, or of a gradient that was handed in."""
+    held = memory_of({**leaves, **{f"the gradient of {name}": t for name, t in gradients.items()}})
+    return [f"{name} and {held[place]}" for place, name in memory_of(found).items() if place in held]
+
+
+def grads_twice(fusion, device, wants):
+    """Two backward passes with one gradient: it is unchanged; .grad is twice the single one, in memory of its own."""
+    leaves, gradients, call = uses_of(fusion, device, wants)
+    before = {name: t.clone() for name, t in gradients.items()}
+    outputs, given = call()
+    if not outputs:
+        return
+    once = torch.autograd.grad(outputs, [leaves[name] for name in wants], given, allow_unused=True)
+    once = {name: t.clone() for name, t in zip(wants, once, strict=True) if t is not None}
+    for times in (1, 2):
+        torch.autograd.backward(*call())
+        found = {name: leaves[name].grad for name in once}
+        shared = shared_memory(found, leaves, gradients)
+        assert not shared and len(memory_of(found)) == len(found), f"share memory: {shared or 'two .grad'}"
+        assert all(same_bits(gradients[name], before[name]) for name in gradients), "a gradient was written to"
+        assert all(same_bits(t, times * once[name]) for name, t in found.items()), f"after {times} backward passes"
+
+
+def grad_once(fusion, device, wants):
+    """torch.autograd.grad: each result in its own memory."""
+    leaves, gradients, call = uses_of(fusion, device, wants)
+    outputs, given = call()
+    if outputs:
+        found = torch.autograd.grad(outputs, [leaves[name] for name in wants], given, allow_unused=True)
+        found = {name: t for name, t in zip(wants, found, strict=True) if t is not None}
+        shared = shared_memory(found, leaves, gradients)
+        assert not shared, f"share memory: {shared}"
+
+
+def check_all(check, device, op, name):
+    failed = []
+    for shape in ((2, 3, 16), (1, 1, 16)):
+        for dtype in (fp32, bf16, fp64):
+            fusion = options_with_gradients(op, dtype, shape)[name]
+            wants = tuple(n for n in ARGUMENTS if n in fusion.tensors("cpu"))
+            for wanted in (wants, *((n,) for n in wants)):
+                try:
+                    check(fusion, device, wanted)
+                except AssertionError as error:
+                    failed.append(f"{shape}, {dtype}, {wanted}: {error}".split("\n")[0])
+    assert not failed, failed
+
+
+NEEDS_KERNELS = pytest.mark.skipif(
+    fused_layernorm.backend() == "reference", reason="PyTorch operations: a view's gradient is a view of the caller's"
+)
+OPTIONS = [(op, name) for op in OPS for name in options_with_gradients(op, fp32, (2, 3, 16))]
+
+
+@NEEDS_KERNELS
+@on_devices("op,name", OPTIONS)
+def test_backward_twice_doubles_the_callers_gradient(device, op, name):
+    """y.backward(g) twice doubled g, where shift's gradient was g under another tensor"""
+    check_all(grads_twice, device, op, name)
+
+
+@NEEDS_KERNELS
+@on_devices("op,name", OPTIONS)
+def test_autograd_grad_returns_memory_of_the_caller(device, op, name):
+    """a result of torch.autograd.grad that is changed in place must not change what the caller holds"""
+    if name == "by position, residual, gate, residual_out alone":
+        pytest.skip("a sum of PyTorch's own, whose gradient of residual is that of residual_out")
+    check_all(grad_once, device, op, name)
+
+
+PLAIN_CALLS = {  # what a user may write, each on the shortest way to the kernels and on a longer one
+    "layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm, "add_layer_norm": fused_add_layer_norm,
+    "add_rms_norm": fused_add_rms_norm, "adaptive_layer_norm": fused_adaptive_layer_norm,
+    "adaptive_rms_norm": fused_adaptive_rms_norm,
+}  # fmt: skip
+WAYS = ("eager", "requires grad", "activation", "memory_efficient", "vmap", "compiled")
+
+
+def call_by(way, name, tensors, *arguments, **options):
+    norm = PLAIN_CALLS[name]
+    if way == "activation":
+        options["activation"] = "relu"
+    if way == "memory_efficient":
+        options["memory_efficient"] = True
+    if way == "requires grad":
+        tensors = [t.requires_grad_() for t in tensors]
+    if way == "vmap":
+        dims = tuple(0 if t.dim() == 2 else None for t in tensors)
+        return torch.func.vmap(lambda *tensors: norm(*tensors, *arguments, **options), dims)(*tensors)
+    if way == "compiled":
+        torch.compiler.reset()
+        norm = torch.compile(norm, backend="eager")
+    return norm(*tensors, *arguments, **options)
+
+
+LEFT_OUT = {("adaptive", "activation"), ("adaptive", "memory_efficient"), ("add", "memory_efficient")}  # not options
+CALLS = [(name, way) for name in PLAIN_CALLS for way in WAYS if (name.split("_")[0], way) not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("name,way", CALLS)
+def test_normalized_shape_true_is_1(name, way):
+    """plain eager mode took True for 1, every other way refused it"""
+    tensors = [torch.ones(3, 1) for _ in range({"add": 2, "ada": 3}.get(name[:3], 1))]
+    for wrong in (True, [True]):
+        with pytest.raises(TypeError, match="normalized_shape must be an int or a sequence of ints, got .?True"):
+            call_by(way, name, tensors, normalized_shape=wrong)
+
+
+@pytest.mark.parametrize("name,way", CALLS)
+def test_positional_arguments_behind_eps(name, way):
+    """they are by keyword: plain eager mode took them by position, in the order of the operator"""
+    x, weight = torch.ones(3, 4), torch.ones(4)
+    arguments = {"add": (x, weight, weight, 1e-5), "ada": (weight, weight)}.get(name[:3], (weight, weight, 1e-5))
+    count = {"add": 4, "ada": 2}.get(name[:3], 3)
+    tensors = [x.clone(), *(t.clone() for t in arguments[:count] if isinstance(t, torch.Tensor))]
+    eps = () if name.startswith("ada") else (1e-5,)
+    call_by(way, name, list(tensors), *eps)
+    with pytest.raises(TypeError, match="positional argument"):
+        call_by(way, name, list(tensors), *eps, (4,))

@@ -15,11 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 pytest.importorskip("expecttest", reason="torch's own test samples need the package expecttest")
 pytest.importorskip("numpy", reason="torch's own test samples need numpy")
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
-from torch.testing._internal.common_modules import module_db  # noqa: E402
-
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm  # noqa: E402
-from test_correctness import (  # noqa: E402
+from norm_cases import (
     bf16,
     fp16,
     fp32,
@@ -28,6 +24,10 @@ from test_correctness import (  # noqa: E402
     on_devices,
     same_bits,
 )
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
+
+from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm  # noqa: E402
 
 DTYPES = (fp16, bf16, fp32, fp64)
 

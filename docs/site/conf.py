@@ -1,5 +1,7 @@
 """Sphinx, for the pages that build.py has collected."""
 
+from sphinx.pycode import ModuleAnalyzer
+
 project = "fused_layernorm"
 author = copyright = "the authors of fused_layernorm"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx-mathjax-offline", "myst_parser"]
@@ -13,3 +15,8 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
+
+# Pages show the function's own signature, with all options, and not its overloads.
+functions = ModuleAnalyzer.for_module("fused_layernorm.functional")
+functions.analyze()
+functions.overloads = {}

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
+#include "cuda/dispatch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vector_io.cuh"
 #include "custom_op.h"
-#include "dispatch.cuh"
-#include "reduce.cuh"
-#include "vector_io.cuh"
 
 namespace custom_op {
 namespace {

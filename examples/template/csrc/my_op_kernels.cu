@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "dispatch.cuh"
+#include "cuda/dispatch.cuh"
+#include "cuda/vector_io.cuh"
 #include "my_op.h"
-#include "vector_io.cuh"
 
 namespace my_op {
 namespace {

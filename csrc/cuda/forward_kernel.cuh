@@ -1,0 +1,577 @@
+// The forward kernel for rows that fit the registers of a group of threads, or of a cluster. norm_forward.cu has the
+// formulas.
+#pragma once
+
+#include "activation.cuh"
+#include "add_rows.cuh"
+#include "dispatch.cuh"
+#include "forward_rows.cuh"
+#include "kernel_params.h"
+#include "launch_plan.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// Part of a row on its way between memory and the registers of its threads, for 16-bit rows that begin anywhere: in
+// shared memory it lies as in memory, so that all traffic is of whole 16 bytes (except at the ends of y) and all
+// shifting is done by element-wise access to shared memory. From sm_90 on the copy engine moves it: with a loop over
+// cp.async and one over stores, half of a thread's instructions were not arithmetic, and there the time went (H200,
+// bf16, N = 4097: three quarters of the issue slots used).
+template <typename Row, typename T, int kMaxWords>
+struct Stage {
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kBulk = true;
+#else
+  static constexpr bool kBulk = false;
+#endif
+  unsigned memory, barrier;  // shared addresses
+  unsigned parity = 0;
+
+  __device__ Stage(const void* memory, const uint64_t* barrier, int rank)
+      : memory(shared_address(memory)), barrier(shared_address(barrier)) {
+    if (kBulk && rank == 0) {
+      init_barrier(this->barrier, 1);
+      fence_barrier_init();
+    }
+    if (kBulk && kForRacecheck) Row::barrier();
+  }
+
+  // Reads the aligned 16 bytes that cover `elements` elements, but nothing from `end` on; returns where the first of
+  // them lies.
+  __device__ unsigned fill(const T* source, int elements, const void* end, int rank) {
+    const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
+    const char* from = reinterpret_cast<const char*>(source);
+    const unsigned bytes = static_cast<unsigned>(max(elements, 0)) * static_cast<unsigned>(sizeof(T));
+    if constexpr (kBulk) {
+      if (rank == 0) {
+        const unsigned covered = bytes > 0 ? covering_bytes(from, past, bytes, static_cast<const char*>(end)) : 0;
+        expect_bytes(barrier, covered);
+        if (covered > 0) copy_bulk(memory, from - past, covered, barrier);
+        if (bytes > 0) copy_rest<T>(memory, from, past, bytes, covered);
+      }
+      Row::barrier();
+      wait_barrier(barrier, parity);
+      parity ^= 1;
+    } else {
+#pragma unroll
+      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
+        const int at = 16 * (word + rank), left = static_cast<int>(past + bytes) - at;
+        if (left > 0 && bytes > 0) copy_async(memory + at, from - past + at, min(left, 16));
+      }
+      commit_copies();
+      wait_for_copies<0>();
+      Row::barrier();
+    }
+    return memory + past;
+  }
+
+  // A pair of elements that may begin between two words; of the last one perhaps only the first.
+  template <int kVec>
+  __device__ RawVec<T, kVec> get(unsigned at, int count) const {
+    RawVec<T, kVec> raw;
+    T elements[kVec] = {};
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) elements[i] = load_shared_element<T>(at + i * static_cast<int>(sizeof(T)));
+    memcpy(&raw, elements, sizeof(raw));
+    return raw;
+  }
+  template <int kVec>
+  __device__ void put(unsigned at, const RawVec<T, kVec>& raw, int count) const {
+    T elements[kVec];
+    memcpy(elements, &raw, sizeof(raw));
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) store_shared_element(at + i * static_cast<int>(sizeof(T)), elements[i]);
+  }
+
+  // Where an element-wise write to the stage puts what is to go to `target`.
+  __device__ unsigned place(const T* target) const {
+    return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
+  }
+  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other
+  // rows or slices by single elements.
+  __device__ void drain(T* target, int elements, int rank) const {
+    constexpr int kWord = 16 / static_cast<int>(sizeof(T));
+    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
+    T* first = target - past;
+    const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
+    if constexpr (kBulk) fence_bulk_store();
+    Row::barrier();
+    if constexpr (kBulk) {
+      if (rank == 0 && begin < end)
+        store_bulk(first + begin, memory + begin * static_cast<int>(sizeof(T)),
+                   (end - begin) * static_cast<int>(sizeof(T)));
+    } else {
+#pragma unroll
+      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
+        const int at = kWord * (word + rank);
+        if (at >= begin && at < end) *reinterpret_cast<uint4*>(first + at) = load_shared(memory + at * sizeof(T));
+      }
+    }
+    for (int index = rank; index < 2 * kWord; index += Row::kThreadsOfRow) {
+      const int at = index < kWord ? index : max(end, begin) + index - kWord;
+      if (at >= past && at < past + elements && (at < begin || at >= end))
+        first[at] = load_shared_element<T>(memory + at * static_cast<int>(sizeof(T)));
+    }
+    if (kBulk && rank == 0) wait_for_bulk_stores();
+  }
+};
+
+// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `col`
+// of the row; `gate`: what it is multiplied by, or nullptr. Every load is under way before the first is used (gate's
+// lie in the cache), and z is written when it is made.
+template <typename Held, typename Plan, typename x_t, typename scalar_t>
+__device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
+                                         const x_t* x, const x_t* gate, int64_t row, int hidden_size, int col,
+                                         const Held& held) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Held::kStep;
+  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + col;
+  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + col;
+  const auto is_there = [&](int v, auto whole) { return whole || held.count(v) > 0; };
+  RawVec<x_t, kVec> x_raw[kVecs];
+  held.for_each([&](int v, auto whole) {
+    if (!is_there(v, whole)) return;
+    x_raw[v] = load_vec<x_t, kVec>(x + v * kStep);
+    z[v] = filled_vec<scalar_t, kVec>(acc_t(-0.0));  // x + -0 is x, also where that is -0
+    if (stage.residual) z[v] = load_vec<scalar_t, kVec>(residual + v * kStep);
+  });
+  // `drop` is given one vector of x
+  const auto sum = [&](int v, auto drop) {
+    acc_t from_x[kVec], values[kVec];
+    unpack(x_raw[v], from_x);
+    drop(from_x, col + v * kStep);
+    unpack(z[v], values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
+    z[v] = pack<scalar_t>(values);
+    if (stage.residual_out) store_raw(residual_out + v * kStep, z[v]);
+  };
+  if (stage.dropout.philox) {
+    const RowDropout<acc_t> dropout(stage.dropout, row);
+    // A branch for each: side by side, random numbers take more registers than there are
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
+  } else if (stage.gate) {
+    held.for_each([&](int v, auto whole) {
+      if (!is_there(v, whole)) return;
+      sum(v, [&](acc_t(&values)[kVec], int) {
+        acc_t factor[kVec];
+        unpack(load_vec<x_t, kVec>(gate + v * kStep), factor);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], factor[i]);
+      });
+    });
+  } else {
+    held.for_each([&](int v, auto whole) {
+      if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
+    });
+  }
+}
+
+// The store stage of one row of an After.
+template <typename T, bool kQuick, bool kDrops>
+struct AfterRow {
+  Activation activation;
+  RowDropout<T> dropout;
+  bool drops;  // not known when the kernel is compiled
+
+  __device__ AfterRow(const AfterNorm& after, int64_t row)
+      : activation(after.activation), dropout(after.dropout, row), drops(after.dropout.philox) {}
+
+  // Calls store_each(apply), which loops over the row's vectors and calls apply(values, first column) for each of them.
+  // kIsStraight: each activation has a loop of its own, so that a row's instructions lie one after the other and warps
+  // do not wait for them; else, for less code, one loop branches to the activation for each vector.
+  template <bool kIsStraight, typename F>
+  __device__ __forceinline__ void apply(F&& store_each) const {
+    if constexpr (kIsStraight) {
+      with_activation(activation, [&](auto which) {
+        using Activated = decltype(which);
+        constexpr bool kIsRelu = std::is_same<Activated, Which<Activation::kRelu>>::value;
+        if constexpr (kDrops || !std::is_same<Activated, Which<Activation::kNone>>::value)
+          store_each([&](auto& values, int col) {
+            if constexpr (!kIsRelu) activate<kQuick>(values, which);
+            if constexpr (kDrops) dropout.apply(values, static_cast<unsigned>(col));
+            if constexpr (kIsRelu) activate<kQuick>(values, which);  // the same, and before dropout it spills
+          });
+      });
+    } else {
+      store_each([&](auto& values, int col) {
+        if (activation != Activation::kNone)
+          with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
+        if constexpr (kDrops) {
+          int drops = this->drops;  // asked, or code for later vectors moves up and spills
+          asm volatile("" : "+r"(drops));
+          if (drops) dropout.apply(values, static_cast<unsigned>(col));
+        }
+      });
+    }
+  }
+};
+
+// kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
+// used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3). It is for plain calls.
+// An After has one weight for all rows, too.
+template <typename scalar_t, bool kEager, typename Fused>
+using ForwardParams = std::conditional_t<
+    kEager, PlainForwardParams<scalar_t, int>,
+    std::conditional_t<kHasAfter<Fused>, PlainForwardParams<scalar_t, int64_t>, KernelForwardParams>>;
+
+// Whether rows may be taken in turns (kTakesTurns). fp32 weights of 16-bit x would spill.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+constexpr bool kInTurns =
+    !kEager && !kIsFused<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kTakesTurns<scalar_t, Plan>;
+
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+__device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
+                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row) {
+  using acc_t = acc_type<scalar_t>;
+  using x_t = x_type<Fused, scalar_t>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
+  constexpr int kRows = kForwardThreads<Plan> / kThreads;
+  constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
+  constexpr bool kWhole = kIsWhole<scalar_t, Plan>;
+  using Row = RowThreads<kThreads, kRows, true>;
+  __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
+  __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
+  __shared__ uint64_t stage_barriers[kStaged ? kRows : 1];
+  __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
+
+  constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
+  // Threads side by side, of the row or of one warp, which then has a slice of it
+  constexpr int kSpan = kByWarps<Plan> ? 32 : kThreads;
+  constexpr int kStep = kSpan * kVec;
+  using Held = Places<Plan, kRagged, kSpan, kHasAfter<Fused>>;
+
+  // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
+  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
+  // three bits, of many more than 16-bit results can show.
+  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
+
+  static_assert(!kIsFused<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  // Which slice of the row: the blocks of a cluster share a row, or the warps of a block
+  const int blocks = Plan::kClusters ? cluster_size() : 1;
+  int rank = Row::rank();
+  // What follows from it is made anew each turn: kept, it would spill
+  if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) asm volatile("" : "+r"(rank));
+  if (blocks > 1) cluster_arrive();
+  const int hidden_size = static_cast<int>(params.hidden_size);
+  const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
+  const int slice_col = blocks > 1 ? cluster_rank() * slice_most : kByWarps<Plan> ? rank / 32 * kVecs * kStep : 0;
+  const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size - slice_col;  // perhaps < 0
+  const int own = rank % kSpan * kVec;  // where this thread's first vector begins
+  constexpr int kTile = kVecs * kStep;
+  const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
+  const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
+
+  const auto parameter_at = [&] { return parameters_of(params, row) + slice_col + own; };
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + parameter_at();
+  const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
+  // Kept, or their addresses are worked out anew for each vector
+  asm volatile("" : "+l"(weight), "+l"(bias));
+  // weight_offset is added to every weight where memory leaves time for it, which it does not at 64 columns of 16 bits
+  // (H200: 5% slower, by this and by the order of loads)
+  constexpr bool kIsTiny = kWhole && kThreads == 2;
+  constexpr bool kAddsOffset = kWhole && !kHasAfter<Fused> && !kIsTiny;
+  // Loads that are not of constant memory stay behind the stores before them (load_parameter); said anew for them. Of
+  // rows in turns those by four vectors would spill otherwise.
+  constexpr bool kOrdered =
+      kHasAfter<Fused> || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
+  if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
+  if constexpr (kEager) wait_for_previous_kernel();
+  const auto weight_vec = [&](const auto* weight, int count, bool given) {
+    return load_parameter<kVec, kOrdered>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
+  };
+  const auto bias_vec = [&](const auto* bias, int count) {
+    return load_parameter<kVec, kOrdered>(bias, count, params.bias, zero_vec<std::decay_t<decltype(*bias)>, kVec>());
+  };
+  RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
+  if constexpr (kEager) {
+    const auto load_all = [&](auto& raw, const weight_t* first, bool given, RawVec<weight_t, kVec> neutral) {
+      const Held held(elements, own);
+      if (given) {
+        held.for_each([&](int v, auto whole) {
+          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec, true>(first + v * kStep);
+        });
+      } else {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) raw[v] = neutral;
+      }
+    };
+    load_all(weight_raw, weight, params.weight, one_vec<weight_t, kVec>());
+    load_all(bias_raw, bias, params.bias, zero_vec<weight_t, kVec>());
+  }
+
+  // Load; what lies beyond the row is not looked at
+  RawVec<scalar_t, kVec> raw[kVecs];
+  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
+      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
+  const auto load = [&](int tile) {
+    if constexpr (kAdds<Fused>) {
+      const int col = slice_col + own;
+      const x_t* gate = static_cast<const x_t*>(fused.gate) + segment_of(params, row) * fused.gate_stride + col;
+      load_sum<Held, Plan>(raw, fused, x + own, gate, row, hidden_size, col, Held(elements, own));
+    } else {
+      const int left = elements - tile;
+      const scalar_t* first = x + tile + own;
+      unsigned at = 0;
+      if constexpr (kStaged) {
+        if (tile != 0 || kManyTiles<Plan>) Row::barrier();
+        at = stage.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
+      }
+      const Held held(left, own);
+      held.for_each([&](int v, auto whole) {
+        const int skip = held.index(v) * kStep, count = left - own - skip;
+        if (!whole && count <= 0) return;
+        if constexpr (kStaged) {
+          raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
+        } else {
+          raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
+        }
+      });
+    }
+  };
+
+  // Statistics: of the whole row when it fits the registers, else tile by tile
+  acc_t values[kVec];
+  Moments<acc_t> part{};
+#pragma unroll 1
+  for (int tile = 0; kManyTiles<Plan> ? tile <= last_tile : tile == 0; tile += kTile) {
+    load(tile);
+    const int left = elements - tile;
+    const Held held(left, own);
+    // How many of the first `vecs` vectors' elements `lanes` threads from this thread's or warp's first on hold
+    const auto held_of = [&](int vecs, int first, int lanes) {
+      const int full = min(max(left, 0) / kStep, vecs);
+      const int rest = full == vecs ? 0 : min(max(left - full * kStep - first * kVec, 0), lanes * kVec);
+      return full * lanes * kVec + rest;
+    };
+    const int warp_first = rank % kSpan / Row::kLanes * Row::kLanes;
+    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank % kSpan, 1)), 0, 0, 0};
+    if (!params.is_rms_norm) {
+      acc_t sum = 0;
+      const auto sample = [&](int v) {  // what is not there is 0
+        unpack(raw[v], values);
+        sum += vec_sum(values);
+      };
+      if constexpr (kRagged && kSample == kVecs) {
+        held.for_each([&](int v, auto whole) {
+          if (whole || held.count(v) > 0) sample(v);
+        });
+      } else if (kRagged && !held.whole(0)) {
+#pragma unroll
+        for (int v = Held::kMain; v < kVecs; ++v)
+          if (held.count(v) > 0) sample(v);
+      } else {
+#pragma unroll
+        for (int v = 0; v < kSample; ++v)
+          if (kRagged || v * kStep + own < left) sample(v);
+      }
+      sum = Row::warp_sum(sum);
+      unpack(raw[0], values);
+      if constexpr (kRagged) {
+        if (!held.whole(0)) unpack(raw[Held::kMain], values);
+      }
+      const acc_t first = __shfl_sync(Row::lane_mask(), values[0], 0, Row::kLanes);
+      const int sampled = held_of(kSample, warp_first, Row::kLanes);
+      if (sampled > 0) here.m = snapped(quick_ratio(sum, sampled), first);
+    }
+    if constexpr (kWidenAnew<Plan>) forget(raw);
+    held.for_each([&](int v, auto whole) {
+      const int count = held.count(v);
+      if (!whole && count <= 0) return;
+      unpack(raw[v], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] -= here.m;
+      if (!kWhole && !whole) {  // what is not there must add nothing
+#pragma unroll
+        for (int i = 0; i < kVec; ++i)
+          if (i >= count) values[i] = 0;
+      }
+      here.add(values);
+    });
+    const acc_t warp_has = static_cast<acc_t>(held_of(kVecs, warp_first, Row::kLanes));
+    if (tile == 0) {
+      part = here;
+      part.n = warp_has;
+    } else {
+      here = here.about(part.m);
+      part.c += here.c;
+      part.q += here.q;
+      part.n += warp_has;
+    }
+  }
+  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch, rank);
+  if (blocks > 1) {
+    part.n = static_cast<acc_t>(max(elements, 0));
+    cluster_wait();
+    if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
+    cluster_sync();
+    part = merge_moments<kMaxCluster>(
+        threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
+  }
+  const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
+
+  // Store: backwards, as the last tile is still in registers
+  if constexpr (kWidenAnew<Plan>) forget(raw);
+  const int64_t y_row = row * params.hidden_size + slice_col;
+  const bool has_offset = params.weight && (kIsTiny || params.weight_offset != 0);
+  const acc_t no_offset = kIsTiny ? acc_t(0) : acc_t(-0.0);  // which changes no weight
+  const acc_t weight_offset = has_offset ? static_cast<acc_t>(params.weight_offset) : no_offset;
+  const bool same_dtype = kIsFused<Fused> || params.y_dtype == dtype_of<x_t>;
+  const auto after = [&] {
+    if constexpr (kHasAfter<Fused>)
+      return AfterRow<acc_t, sizeof(x_t) == 2, kDropsY<Fused>>(fused, row);
+    else
+      return NotFused{};
+  }();
+#pragma unroll 1
+  for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
+    const int left = elements - tile;
+    const Held held(left, own);
+    if (tile != last_tile) load(tile);
+    x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
+    // `plain`: y of x's type and, without kAddsOffset, no weight_offset; where something comes after, a weight
+    const auto store = [&](const auto* weight, const auto* bias, auto plain) {
+      [[maybe_unused]] unsigned place = 0;
+      if constexpr (kStaged) {
+        Row::barrier();
+        place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
+      }
+      // Where something comes after, a vector's weight and bias are asked for before the one in front of it is worked
+      // on, as the compiler may not (load_parameter). fp32 beside 16-bit x, and eight vectors of fp32, would spill.
+      using parameter_t = std::decay_t<decltype(*weight)>;
+      constexpr bool kAhead =
+          kHasAfter<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(x_t) == 2 || kVecs < 8);
+      [[maybe_unused]] RawVec<parameter_t, kVec> next_weight, next_bias;
+      [[maybe_unused]] const auto ask_for = [&](int v, bool is_there) {
+        if (v >= kVecs || !(is_there || held.count(v) > 0)) return;
+        next_weight = weight_vec(weight + v * kStep, kVec, plain || params.weight);
+        next_bias = bias_vec(bias + v * kStep, kVec);
+      };
+      const auto store_each = [&](auto&& after) {
+        if constexpr (kAhead) ask_for(0, false);
+        held.for_each([&](int v, auto whole) {
+          const int skip = held.index(v) * kStep, count = left - own - skip;
+          if (!whole && count <= 0) return;
+          const int has = whole || kWhole ? kVec : min(count, kVec);
+          acc_t scale[kVec], offset[kVec];
+          if constexpr (kEager) {
+            unpack(weight_raw[v], scale);
+            unpack(bias_raw[v], offset);
+          } else if constexpr (kAhead) {
+            unpack(next_weight, scale);
+            unpack(next_bias, offset);
+            ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
+          } else {
+            unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
+            unpack(bias_vec(bias + tile + skip, has), offset);
+          }
+          if (kEager ? weight_offset != 0 : !plain || kAddsOffset) {
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
+          }
+          unpack(raw[v], values);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+          after(values, slice_col + own + skip);
+          if (!plain && !same_dtype) {
+            store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
+          } else if constexpr (kStaged) {
+            stage.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
+          } else {
+            store_vec(y + own + skip, values);
+          }
+        });
+      };
+      if constexpr (!kHasAfter<Fused>) {
+        store_each([](acc_t(&)[kVec], int) {});
+      } else {
+        after.template apply<plain>(store_each);
+      }
+      if constexpr (kStaged) {
+        if (plain || same_dtype) stage.drain(y, min(left, kTile), rank);
+      }
+    };
+    const auto store_by = [&](const auto* weight, const auto* bias) {
+      // An Add leaves time for questions, and halves its code by it
+      if (kEager || (!kAdds<Fused> && same_dtype &&
+                     (kAddsOffset || (weight_offset == 0 && (!kHasAfter<Fused> || params.weight))))) {
+        store(weight, bias, std::true_type{});
+      } else {
+        store(weight, bias, std::false_type{});
+      }
+    };
+    if constexpr (kIsFused<Fused> && sizeof(weight_t) == 2) {
+      if (params.weight_dtype == DType::kFloat32) {
+        const int64_t at = weight - static_cast<const weight_t*>(params.weight);  // parameter_at() anew spilled
+        store_by(static_cast<const float*>(params.weight) + at, static_cast<const float*>(params.bias) + at);
+        continue;
+      }
+    }
+    store_by(weight, bias);
+  }
+}
+
+// Fused: NotFused, or an Add or After, with which weight may also be fp32 whatever weight_t.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+__global__ void __launch_bounds__(kForwardThreads<Plan>,
+                                  kEager ? 1
+                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
+                                                                       kAdds<Fused>, kDropsY<Fused>))
+    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
+                        acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
+  constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+  using Row = RowThreads<Plan::kThreads, kRows, true>;
+  if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
+    int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
+    do {
+      if (row >= params.rows) return;
+      forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
+      if (params.turns == 1) return;
+      row += kRows;
+      asm volatile("" : "+l"(row));
+      if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
+    } while (row / kRows % kSegmentTurns<Plan> != 0);
+  } else {
+    const int64_t row =
+        static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
+    // Left, not skipped: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
+    if (row >= params.rows) return;
+    forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
+  }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// How many blocks, or clusters, without kEager; and says in `params` how many rows they take one after the other.
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
+int64_t forward_blocks(KernelForwardParams& params) {
+  constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+  params.turns = 1;
+  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.segments > kFewSegments<Plan> &&
+      params.segments < params.rows && params.rows * Plan::kThreads >= kSegmentTurns<Plan> * kSegmentTurnsThreads)
+    params.turns = kSegmentTurns<Plan>;
+  const int64_t rows = kRows * params.turns;
+  return (params.rows + rows - 1) / rows;
+}
+
+// With an Add or After, by the plans for them.
+template <typename scalar_t, typename x_t, typename Stage>
+cudaError_t launch_fused_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
+  using LadderOf = std::conditional_t<kHasAfter<Stage>, AfterLadder<scalar_t>, AddLadder<scalar_t>>;
+  return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
+    using Plan = decltype(plan);
+    const ClusterLaunch launch(forward_blocks<scalar_t, x_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>,
+                              ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
+                              stage);
+  });
+}
+
+}  // namespace
+}  // namespace fused_layernorm

@@ -1,0 +1,214 @@
+// What the forward kernels share: the statistics of a row, put together from its parts.
+//
+// Each warp takes a reference point m near the mean of its share of the row, then sums d = x-m and d*d: two passes over
+// registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m +
+// shift exactly, by
+//   c -> c - n*shift        q -> q - shift*(2c - n*shift)
+// so the warps' sets are brought to one reference point m and added: one exchange between warps, and no cancellation,
+// as every difference is taken between near numbers. With delta = c/N the variance is q/N - delta^2 and the mean is
+// m + delta, kept as mean + mean_tail to twice the precision of the type; x_hat = (x-mean)*rstd - mean_tail*rstd.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "kernel_params.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+
+// Pairwise, which is exacter and a shorter chain of dependent additions.
+template <int kVec, typename T>
+__device__ __forceinline__ T vec_sum(const T (&values)[kVec]) {
+  T sums[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) sums[i] = values[i];
+#pragma unroll
+  for (int width = kVec / 2; width > 0; width /= 2)
+#pragma unroll
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  return sums[0];
+}
+
+template <typename T>
+struct Moments {
+  T n, m, c, q;
+
+  // One vector more, given as differences from m; n is counted by the caller.
+  template <int kVec>
+  __device__ __forceinline__ void add(const T (&differences)[kVec]) {
+    c += vec_sum(differences);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) q = fma(differences[i], differences[i], q);
+  }
+
+  // The same set seen from another reference point.
+  __device__ Moments about(T other) const {
+    const T d = m - other;
+    const T moved = q + d * (n * d + 2 * c);
+    return {n, other, c + n * d, isinf(q) ? q : moved};  // keeps inf from becoming inf - inf
+  }
+};
+
+// `mean`, or `first`, one of the numbers that it is the mean of, where they differ by no more than the rounding of a
+// sum may make them. So the reference point of numbers that are all the same is this number, and their variance 0: else
+// what a mean of 1e6 is rounded by would hide an eps of 1e-12.
+template <typename T>
+__device__ __forceinline__ T snapped(T mean, T first) {
+  constexpr T kNear = sizeof(T) == 8 ? T(0x1p-48) : T(0x1p-19);  // 32 roundings
+  return abs(mean - first) <= abs(mean) * kNear ? first : mean;
+}
+
+// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp; the first one not empty.
+template <int kCount, typename T>
+__device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
+  using Lanes = RowThreads<32, 1>;
+  const T mean = Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n));
+  part = part.about(snapped(mean, __shfl_sync(0xffffffffu, part.m, threadIdx.x % 32 / kCount * kCount)));
+  part.c = Lanes::lanes_sum<kCount>(part.c);
+  part.q = Lanes::lanes_sum<kCount>(part.q);
+  return part;
+}
+
+// Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
+// elements. A barrier of the row, where it has more than a warp.
+template <typename Row, typename T>
+__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch, int rank) {
+  const T half = lanes_half_sum<Row, Row::kLanes>(Pair<T>{part.c, part.q});
+  if constexpr (Row::kWarps == 1) {
+    const T other = __shfl_xor_sync(Row::lane_mask(), half, Row::kLanes / 2);
+    const bool upper = threadIdx.x % Row::kLanes >= Row::kLanes / 2;
+    part.c = upper ? other : half;
+    part.q = upper ? half : other;
+  } else {
+    scratch += Row::group() * Row::kWarps;
+    const int lane = rank % 32;
+    Moments<T>& mine = scratch[rank / 32];
+    if (lane == 0) {
+      mine.n = part.n;
+      mine.m = part.m;
+      mine.c = half;
+    }
+    if (lane == 16) mine.q = half;
+    Row::barrier();
+    part = merge_moments<Row::kWarps>(scratch[lane % Row::kWarps], inverse_n);
+  }
+  return part;
+}
+
+// The first `count` elements of a parameter's vector where it is `given`; the others are `neutral`. kOrdered: not moved
+// ahead of what is stored before. Loads of constant memory are, in straight code that of all its vectors, which spills.
+template <int kVec, bool kOrdered = false, typename weight_t>
+__device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t* source, int count, bool given,
+                                                                 RawVec<weight_t, kVec> neutral) {
+  if (count >= kVec) {
+    if (given) neutral = load_vec<weight_t, kVec, kOrdered>(source);
+    return neutral;
+  }
+  weight_t elements[kVec];
+  memcpy(elements, &neutral, sizeof(neutral));
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    if (given && i < count) elements[i] = source[i];
+  memcpy(&neutral, elements, sizeof(neutral));
+  return neutral;
+}
+
+// Good enough for a reference point, which only has to lie near the mean; a true division is a call that spills.
+__device__ __forceinline__ float quick_ratio(float sum, int n) { return __fdividef(sum, static_cast<float>(n)); }
+__device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / n; }
+
+__device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
+__device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
+
+// What most calls ask for and no more, by the names of KernelForwardParams: one weight for all rows, y of x's dtype.
+// Few bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6). `rows_t`:
+// wide enough for the rows there may be.
+template <typename scalar_t, typename rows_t>
+struct PlainForwardParams {
+  const void *x, *weight, *bias;
+  void* y;
+  RowStrides x_strides;
+  rows_t rows;
+  int hidden_size;
+  float eps, weight_offset;
+  void *rstd, *mean, *mean_tail;
+  bool is_rms_norm;
+  DType weight_dtype;
+  static constexpr DType y_dtype = dtype_of<scalar_t>;
+  static constexpr int segments = 1;
+  static constexpr int64_t weight_stride = 0;
+
+  static bool holds(const KernelForwardParams& params) { return params.segments <= 1 && params.y_dtype == y_dtype; }
+  explicit PlainForwardParams(const KernelForwardParams& params)
+      : x(params.x),
+        weight(params.weight),
+        bias(params.bias),
+        y(params.y),
+        x_strides(params.x_strides),
+        rows(static_cast<rows_t>(params.rows)),
+        hidden_size(static_cast<int>(params.hidden_size)),
+        eps(static_cast<float>(params.eps)),
+        weight_offset(static_cast<float>(params.weight_offset)),
+        rstd(params.rstd),
+        mean(params.mean),
+        mean_tail(params.mean_tail),
+        is_rms_norm(params.is_rms_norm),
+        weight_dtype(params.weight_dtype) {}
+};
+
+// The segment of a row, and where its weight and bias begin.
+template <typename Params>
+__device__ __forceinline__ unsigned segment_of(const Params& params, int64_t row) {
+  if (params.segments <= 1) return 0;
+  const unsigned rows = static_cast<unsigned>(params.rows) / static_cast<unsigned>(params.segments);
+  return static_cast<unsigned>(row) / rows;
+}
+template <typename Params>
+__device__ __forceinline__ int64_t parameters_of(const Params& params, int64_t row) {
+  return segment_of(params, row) * params.weight_stride;
+}
+
+// What turns an element into x_hat.
+template <typename T>
+struct RowNorm {
+  T mean, rstd, shift;
+
+  __device__ __forceinline__ T x_hat(T x) const { return fma(x - mean, rstd, shift); }
+};
+
+// From the moments of a whole row. `saves`: this thread writes down the statistics, where they are wanted.
+template <typename T, typename Params>
+__device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inverse_n, const Params& params, int64_t row,
+                                                 bool saves) {
+  const T delta = params.is_rms_norm ? T(0) : part.c * inverse_n;
+  const T mean = part.m + delta;
+  const T mean_tail = (part.m - mean) + delta;
+  T variance = part.q * inverse_n - delta * delta;
+  if (variance < 0) variance = 0;        // by rounding only; nan stays nan
+  if (isinf(part.q)) variance = part.q;  // overflow: rstd is 0, as in torch
+  const T rstd = inverse_sqrt(variance + static_cast<T>(params.eps));
+  if (saves && params.rstd) {
+    static_cast<T*>(params.rstd)[row] = rstd;
+    if (!params.is_rms_norm) {
+      static_cast<T*>(params.mean)[row] = mean;
+      static_cast<T*>(params.mean_tail)[row] = mean_tail;
+    }
+  }
+  return {mean, rstd, -mean_tail * rstd};
+}
+
+// Streams long rows through persistent clusters; cudaErrorNotSupported where such rows, or such a card, are not served
+// that way: by hidden_size, dtypes and card alone, as the bits of the two ways differ. params.workspace: room for the
+// counter by which rows are claimed.
+constexpr int64_t kRowCounterBytes = sizeof(unsigned);
+cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream);
+
+// Rows that are shared by the whole card (norm_huge.cu).
+bool is_huge_forward(const KernelForwardParams& params);
+int64_t forward_huge_workspace(const KernelForwardParams& params);
+cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);
+
+}  // namespace fused_layernorm

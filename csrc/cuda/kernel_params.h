@@ -1,0 +1,161 @@
+// What the kernels are passed. launch.cu translates norm_params.h to this, and composes what no kernel does at once:
+// here every tensor has a dtype that some kernel takes. Comments of norm_params.h hold where there is none.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "norm_params.h"
+
+namespace fused_layernorm {
+
+// Forward's epilogue. All rows share one weight then.
+struct AfterNorm {
+  Activation activation;
+  Dropout dropout;
+};
+
+// Forward's load stage. A dropped element counts as 0, also where x is not finite.
+struct AddStage {
+  const void* residual;
+  void* residual_out;
+  RowStrides residual_strides;
+  DType residual_dtype;      // x_dtype or fp32
+  DType residual_out_dtype;  // x_dtype or fp32; that of statistics, and of backward's x
+  Dropout dropout;
+  const void* gate;  // [segments, hidden_size], of x's dtype; not with dropout; nullptr: 1
+  int64_t gate_stride;
+};
+
+// The adjoint of the load stage, without gate.
+struct AddGradStage {
+  const void* grad_residual_out;  // of x's (that is z's) dtype, or nullptr
+  void* grad_residual;            // or nullptr
+  RowStrides grad_residual_out_strides;
+  DType grad_output_dtype;    // x_dtype, or 16-bit beside fp32 x
+  DType grad_input_dtype;     // x_dtype, or 16-bit beside fp32 x
+  DType grad_residual_dtype;  // grad_input_dtype or fp32
+  Dropout dropout;
+};
+
+// The same with gate and without dropout.
+struct GateGradStage : AddGradStage {
+  const void* x;     // forward's, of grad_input_dtype
+  const void* gate;  // of grad_input_dtype
+  RowStrides x_strides;
+  int64_t gate_stride;
+};
+
+struct KernelForwardParams {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* y;
+  const void* x_end;  // behind the last element of x; for staged rows, set by the launcher
+
+  // All of them or none (mean and mean_tail: nullptr for RMSNorm)
+  void* rstd;
+  void* mean;
+  void* mean_tail;
+
+  void* workspace;
+
+  RowStrides x_strides;
+  int64_t rows;
+  int64_t hidden_size;
+  double eps;
+  double weight_offset;
+  int segments;
+  int turns;  // rows that threads take one after the other, a power of 2; set by the launcher
+  int64_t weight_stride;
+  DType x_dtype;
+  DType weight_dtype;  // of weight and bias: x_dtype or fp32
+  DType y_dtype;
+  bool is_rms_norm;
+};
+
+// Backward from forward's y: x is y, and x_hat = (y - bias) / (weight + weight_offset). mean is not read.
+struct FromYStage {};
+
+// Here x is what was normalized: z where forward had a load stage.
+struct KernelBackwardParams {
+  const void* grad_output;  // of x's dtype; of AddGradStage::grad_output_dtype with such a stage
+  const void* x;
+  const void* weight;
+  const void* rstd;
+  const void* mean;       // nullptr for RMSNorm, or: 0
+  const void* mean_tail;  // nullptr where mean is
+
+  void* grad_input;  // of x's dtype; of AddGradStage::grad_input_dtype with such a stage
+  void* grad_weight;
+  void* grad_bias;
+  void* grad_gate;  // with a GateGradStage: not nullptr; without one: nullptr
+  void* workspace;
+
+  RowStrides grad_output_strides;
+  RowStrides x_strides;
+  int64_t rows;
+  int64_t hidden_size;
+  double weight_offset;
+  int segments;
+  int64_t weight_stride;
+  DType x_dtype;
+  DType weight_dtype;  // x_dtype or fp32; with a stage that of grad_input or fp32
+  DType grad_weight_dtype;
+  DType grad_bias_dtype;
+  DType grad_gate_dtype;
+  bool is_rms_norm;
+  bool stats_grad;
+  bool accumulate;
+
+  const void* bias;  // with an epilogue, and where x is forward's y
+};
+
+inline const void* advanced(const void* data, int64_t elements, DType dtype) {
+  return data ? static_cast<const char*>(data) + elements * dtype_bytes(dtype) : nullptr;
+}
+inline void* advanced(void* data, int64_t elements, DType dtype) {
+  return const_cast<void*>(advanced(static_cast<const void*>(data), elements, dtype));
+}
+
+// `rows` rows from `first` on as a problem of its own, with segment 0's weight and bias. Of rows in groups, `first` is
+// that of a group, or all of these rows are in one group.
+template <class Params>
+void take_rows(Params& params, int64_t first, int64_t rows) {
+  params.rows = rows;
+  params.segments = 0;
+  params.x = advanced(params.x, params.x_strides.offset(first), params.x_dtype);
+  for (auto saved : {&params.rstd, &params.mean, &params.mean_tail})
+    *saved = advanced(*saved, first, accumulation_dtype(params.x_dtype));
+}
+inline KernelForwardParams part_of(KernelForwardParams params, int64_t first, int64_t rows) {
+  take_rows(params, first, rows);
+  params.y = advanced(params.y, first * params.hidden_size, params.y_dtype);
+  return params;
+}
+inline KernelBackwardParams part_of(KernelBackwardParams params, int64_t first, int64_t rows) {
+  take_rows(params, first, rows);
+  params.grad_output = advanced(params.grad_output, params.grad_output_strides.offset(first), params.x_dtype);
+  params.grad_input = advanced(params.grad_input, first * params.hidden_size, params.x_dtype);
+  return params;
+}
+
+// One segment of the rows as a problem of its own.
+inline KernelForwardParams segment_of_rows(const KernelForwardParams& all, int segment) {
+  const int64_t rows = all.rows / all.segments;
+  KernelForwardParams params = part_of(all, segment * rows, rows);
+  params.weight = advanced(params.weight, segment * params.weight_stride, params.weight_dtype);
+  params.bias = advanced(params.bias, segment * params.weight_stride, params.weight_dtype);
+  return params;
+}
+
+inline KernelBackwardParams segment_of_rows(const KernelBackwardParams& all, int segment) {
+  const int64_t rows = all.rows / all.segments;
+  KernelBackwardParams params = part_of(all, segment * rows, rows);
+  params.weight = advanced(params.weight, segment * params.weight_stride, params.weight_dtype);
+  params.grad_weight = advanced(params.grad_weight, segment * params.hidden_size, params.grad_weight_dtype);
+  params.grad_bias = advanced(params.grad_bias, segment * params.hidden_size, params.grad_bias_dtype);
+  return params;
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,61 @@
+// The launchers of the kernels, each for the calls that its kernels take as they are; launch.cu picks among them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernel_params.h"
+#include "launch_plan.h"
+
+namespace fused_layernorm {
+
+constexpr int64_t kNoKernel = -1;  // a workspace size: no kernel takes this call
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+// norm_forward.cu: the plain norm. With segments, weight of all types that dispatch_types() lists.
+int64_t forward_workspace(const KernelForwardParams& params);
+cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream);
+
+// norm_add.cu: with a load stage, without workspace.
+bool has_add_stage(const KernelForwardParams& params, const AddStage& stage);
+cudaError_t launch_forward(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream);
+
+// norm_after_*.cu: with an epilogue, without workspace; has_after_stage() says for what. A file for each scalar_t, as
+// these take longer to compile than any other.
+template <typename scalar_t>
+cudaError_t launch_after(const KernelForwardParams& params, const AfterNorm& after, cudaStream_t stream);
+
+// Whether the plans of forward with a stage hold such rows, where the norm is of z's type: rows of x, the shorter ones,
+// of whole 16 bytes, that are not long.
+inline bool has_fused_plan(const KernelForwardParams& params, DType z) {
+  return params.hidden_size % (16 / dtype_bytes(params.x_dtype)) == 0 && !is_long_row(z, params.hidden_size) &&
+         params.y_dtype == params.x_dtype;
+}
+inline bool has_after_stage(const KernelForwardParams& params) {
+  return has_fused_plan(params, params.x_dtype) && params.x_dtype != DType::kFloat64 && params.segments <= 1;
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+// norm_backward.cu: the plain norm. With segments, weight of all types that dispatch_types() lists.
+int64_t backward_workspace(const KernelBackwardParams& params);
+cudaError_t launch_backward(const KernelBackwardParams& params, cudaStream_t stream);
+
+// norm_add_backward.cu: with a stage, which `Stage` names: AddGradStage, GateGradStage, AfterNorm or FromYStage. By
+// types, hidden_size and card, not by the number of rows (below kFusedMaxRows), nor by which gradients are wanted, but
+// for a grad_residual that is not of z's type.
+template <typename Stage>
+int64_t backward_workspace(const KernelBackwardParams& params, const Stage& stage);  // or kNoKernel
+template <typename Stage>
+cudaError_t launch_backward(const KernelBackwardParams& params, const Stage& stage, cudaStream_t stream);
+
+// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stage`: without dropout;
+// gate and x nullptr where forward had no gate, grad_gate too then. Beside fp32 x, grad_output, weight, gate and the
+// gate's x may be 16-bit.
+inline bool has_each_kernel(const KernelBackwardParams& params) {
+  return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kHugeBackwardColumns &&
+         !params.accumulate;
+}
+cudaError_t launch_backward_each(const KernelBackwardParams& params, const GateGradStage& stage, cudaStream_t stream);
+
+}  // namespace fused_layernorm

@@ -1,0 +1,452 @@
+// Backward of LayerNorm and RMSNorm.
+//
+//   wdy = (weight+weight_offset)*grad_output     c1 = sum(x_hat*wdy)/N     c2 = is_rms_norm ? 0 : sum(wdy)/N
+//   grad_input = (wdy - x_hat*c1 - c2)*rstd      grad_weight = sum over rows(grad_output*x_hat)
+//                                                grad_bias   = sum over rows(grad_output)
+//
+// Two strategies (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused (backward_fused.cuh):
+// persistent blocks walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers
+// and leave one partial sum a block. Split: blocks of rows and blocks of columns side by side in one launch. Both take
+// the same steps per row in the same order with pinned rounding, so grad_input has the same bits either way. Partial
+// sums are added in a fixed order: no atomics, no dependence on timing.
+#include "backward_fused.cuh"
+#include "backward_rows.cuh"
+#include "dispatch.cuh"
+#include "kernel_params.h"
+#include "launch_plan.h"
+#include "launchers.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
+struct BackwardLaunch {
+  bool fused;
+  int cluster;         // fused: blocks that share a row; split: as many slices of a row, in one block
+  int depth;           // fused: stages of the ring of rows in flight
+  int blocks;          // fused: persistent blocks; split: blocks of columns in all
+  int64_t row_blocks;  // split: blocks of rows
+  int column_lanes;    // split: threads side by side along a row, in a block of columns
+  int column_tiles;    // split: blocks of columns along a row
+  int column_splits;   // split: blocks of columns along the rows, for so many rows each:
+  int64_t split_rows;
+  int slice;     // split: columns of a slice of a row
+  int partials;  // partial sums of the weight gradients to be finalized, of all segments; 0: written directly
+};
+
+// ---- split ---------------------------------------------------------------------------------------------------------
+
+// A vector of weights of T as it lies in memory, in the first words of `raw`; ones without weight.
+template <typename T, int kVec, typename Raw>
+__device__ __forceinline__ void load_raw_weight(Raw& raw, const KernelBackwardParams& params, int64_t col, int count) {
+  RawVec<T, kVec> found = one_vec<T, kVec>();
+  if (params.weight) found = load_some<T, kVec, true>(static_cast<const T*>(params.weight) + col, count);
+  memcpy(&raw, &found, sizeof(found));
+}
+template <typename T, int kVec, typename Raw, typename acc_t>
+__device__ __forceinline__ void unpack_weight(acc_t (&weight)[kVec], const Raw& raw,
+                                              const KernelBackwardParams& params) {
+  RawVec<T, kVec> found;
+  memcpy(&found, &raw, sizeof(found));
+  unpack(found, weight);
+  if (params.weight && params.weight_offset != 0) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
+  }
+}
+
+// grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
+// the row in a cluster of blocks, as many times the threads do what these would.
+template <typename scalar_t, typename Plan>
+__device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
+                                                const BackwardLaunch& launch, acc_type<scalar_t> inverse_n,
+                                                Pair<acc_type<scalar_t>>* scratch) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
+  using Row = RowThreads<kSplitRowThreads<Plan>, kSplitThreads<Plan> / kSplitRowThreads<Plan>>;
+  const int64_t first_col = Row::rank() / kThreads * launch.slice;
+  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
+  const scalar_t* grad_row =
+      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
+  const int own = Row::rank() % kThreads * kVec;
+  const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be 0 or less
+  const int last_tile = launch.cluster > 1 ? 0 : (elements - 1) / kTile * kTile;
+  const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
+
+  // weight, too, on its way with the first loads, where there are registers for it: of x's type, or fp32 beside 16-bit
+  // x, which takes twice as many
+  constexpr bool kKeepsNarrow = kVec * sizeof(scalar_t) >= 16 && kVecs * kVec * sizeof(scalar_t) <= 64;
+  constexpr bool kKeepsWide = kKeepsNarrow && sizeof(scalar_t) == 2 && kVecs * kVec <= 16;
+  const bool is_wide = sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32;
+  RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
+  RawVec<std::conditional_t<kKeepsWide, float, scalar_t>, kVec> weight_raw[kKeepsNarrow ? kVecs : 1];
+  const auto load = [&](int tile) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = tile + v * kThreads * kVec + own;
+      x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, elements - col);
+      grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, elements - col);
+      if (is_wide) {
+        if constexpr (kKeepsWide) load_raw_weight<float, kVec>(weight_raw[v], params, first_col + col, elements - col);
+      } else if constexpr (kKeepsNarrow) {
+        load_raw_weight<scalar_t, kVec>(weight_raw[v], params, first_col + col, elements - col);
+      }
+    }
+  };
+  const auto weight_of = [&](acc_t(&weight)[kVec], int v, int col) {
+    if (is_wide) {
+      if constexpr (kKeepsWide) {
+        unpack_weight<float>(weight, weight_raw[v], params);
+      } else if constexpr (kVec >= 4) {
+        RawVec<float, kVec> raw;
+        load_raw_weight<float, kVec>(raw, params, first_col + col, elements - col);
+        unpack_weight<float>(weight, raw, params);
+      } else {
+        load_weight<float, true>(weight, params, first_col + col, elements - col);
+      }
+    } else {
+      if constexpr (kKeepsNarrow)
+        unpack_weight<scalar_t>(weight, weight_raw[v], params);
+      else
+        load_weight<scalar_t, true>(weight, params, first_col + col, elements - col);
+    }
+  };
+  Pair<acc_t> sums{0, 0};
+  acc_t x[kVec], grad[kVec], weight[kVec];
+#pragma unroll 1
+  for (int tile = 0; tile <= last_tile; tile += kTile) {
+    load(tile);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = tile + v * kThreads * kVec + own;
+      if (col >= elements) continue;
+      unpack(x_raw[v], x);
+      unpack(grad_raw[v], grad);
+      weight_of(weight, v, col);
+      add_to_row(sums, stats, x, grad, weight);
+    }
+  }
+  if constexpr (Row::kThreadsOfRow > kThreads) {
+    scratch += Row::group() * Row::kWarps;
+    const acc_t half = lanes_half_sum<Row, 32>(sums);
+    if (threadIdx.x % 16 == 0) reinterpret_cast<acc_t*>(scratch + Row::warp())[threadIdx.x % 32 / 16] = half;
+    Row::barrier();
+    sums = sum_of_cluster<Row::kWarps>(scratch);
+  } else {
+    sums = row_sum<Row>(sums, scratch);
+  }
+  const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
+
+  forget(x_raw);
+  forget(grad_raw);
+  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
+#pragma unroll 1
+  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
+    if (tile != last_tile) load(tile);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = tile + v * kThreads * kVec + own;
+      if (col >= elements) continue;
+      unpack(x_raw[v], x);
+      unpack(grad_raw[v], grad);
+      weight_of(weight, v, col);
+      acc_t values[kVec];
+      grad_input_of(values, stats, row_terms, x, grad, weight);
+      store_some(grad_input + col, values, elements - col);
+    }
+  }
+}
+
+// The weight gradients of `column_lanes` vectors of columns over some of the rows. Threads lie column_lanes, a power of
+// two, along a row and kBlock / column_lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec
+// sums.
+template <typename scalar_t, int kVec, int kBlock>
+__device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const BackwardLaunch& launch,
+                                                    acc_type<scalar_t>* scratch) {
+  using acc_t = acc_type<scalar_t>;
+  const int lanes = launch.column_lanes, splits = launch.column_splits, thread = static_cast<int>(threadIdx.x);
+  const int split = splits > 1 ? static_cast<int>(blockIdx.x) / launch.column_tiles : 0;
+  const int tile = static_cast<int>(blockIdx.x) - split * launch.column_tiles;
+  const int lane_bits = __ffs(lanes) - 1;  // no divisions before the loads
+  const int lane = thread & (lanes - 1), row_lane = thread >> lane_bits, row_lanes = kBlock >> lane_bits;
+  const int64_t col = (static_cast<int64_t>(tile) * lanes + lane) * kVec;
+  const int count = static_cast<int>(max(min(params.hidden_size - col, int64_t{kVec}), int64_t{0}));
+  const int64_t first_row = split * launch.split_rows;
+  const int64_t end_row = min(first_row + launch.split_rows, params.rows);
+
+  acc_t grad_weight[kVec] = {}, grad_bias[kVec] = {};
+  if (count > 0) {
+    const scalar_t* x_column = static_cast<const scalar_t*>(params.x) + col;
+    const scalar_t* grad_column = static_cast<const scalar_t*>(params.grad_output) + col;
+#pragma unroll 4
+    for (int64_t row = first_row + row_lane; row < end_row; row += row_lanes) {
+      const scalar_t* x_at = x_column + params.x_strides.offset(row);
+      const scalar_t* grad_at = grad_column + params.grad_output_strides.offset(row);
+      const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
+      acc_t x[kVec], grad[kVec];
+      unpack(load_some<scalar_t, kVec, true>(x_at, count), x);
+      unpack(load_some<scalar_t, kVec, true>(grad_at, count), grad);
+      add_to_columns(grad_weight, grad_bias, stats, x, grad);
+    }
+  }
+
+  // Along the rows: first within a warp, then each column of each gradient by one thread, in order
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    for (int offset = lanes; offset < 32; offset *= 2) {
+      grad_weight[i] += __shfl_xor_sync(0xffffffffu, grad_weight[i], offset);
+      grad_bias[i] += __shfl_xor_sync(0xffffffffu, grad_bias[i], offset);
+    }
+  const int columns = lanes * kVec;
+  const int group_bits = max(lane_bits, 5);
+  const int groups = kBlock >> group_bits;
+  if ((thread & ((1 << group_bits) - 1)) < lanes) {
+    acc_t* sums = scratch + (thread >> group_bits) * 2 * columns + lane * kVec;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      sums[i] = grad_weight[i];
+      sums[columns + i] = grad_bias[i];
+    }
+  }
+  __syncthreads();
+  for (int index = threadIdx.x; index < 2 * columns; index += kBlock) {
+    const bool of_weight = index < columns;
+    const int64_t at = static_cast<int64_t>(tile) * columns + (of_weight ? index : index - columns);
+    void* gradient = of_weight ? params.grad_weight : params.grad_bias;
+    if (!gradient || at >= params.hidden_size) continue;
+    acc_t sum = 0;
+#pragma unroll 8
+    for (int group = 0; group < groups; ++group) sum += scratch[group * 2 * columns + index];
+    if (splits > 1) {
+      static_cast<acc_t*>(params.workspace)[(2 * split + !of_weight) * params.hidden_size + at] = sum;
+    } else {
+      store_gradient(params, gradient, of_weight ? params.grad_weight_dtype : params.grad_bias_dtype, at, sum);
+    }
+  }
+}
+
+template <typename scalar_t, typename Plan>
+__global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
+    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params, const BackwardLaunch launch,
+                               acc_type<scalar_t> inverse_n) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kBlock = kSplitThreads<Plan>;
+  constexpr int kRows = kBlock / kSplitRowThreads<Plan>;
+  using Row = RowThreads<kSplitRowThreads<Plan>, kRows>;
+  __shared__ union {
+    Pair<acc_t> rows[kRows * Row::kWarps];
+    acc_t columns[2 * kBlock * Plan::kVec];
+  } scratch;
+  wait_for_previous_kernel();
+
+  // Columns first: they take longest, and rows fill the gaps they leave
+  const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
+  if (block < 0) {
+    backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, launch, scratch.columns);
+  } else {
+    const int64_t row = block * kRows + Row::group();
+    if (Row::group() >= kRows || row >= params.rows) return;  // 96 threads a row leave some without one
+    backward_of_row<scalar_t, Plan>(params, row, launch, inverse_n, scratch.rows);
+  }
+}
+
+// ---- finalize ------------------------------------------------------------------------------------------------------
+
+// Adds up `partials` partial sums [grad_weight, grad_bias, or also grad_gate] of a segment: kRows threads side by side
+// each take every kRows-th, in order of the block that left them.
+template <typename acc_t, int kRows>
+__global__ void __launch_bounds__(kFinalizeColumns* kRows)
+    norm_backward_finalize_kernel(const __grid_constant__ KernelBackwardParams params, int partials) {
+  __shared__ acc_t scratch[kRows][kFinalizeColumns];
+  wait_for_previous_kernel();
+  const int which = static_cast<int>(blockIdx.y), sums = static_cast<int>(gridDim.y);
+  void* gradient = which == 0 ? params.grad_weight : which == 1 ? params.grad_bias : params.grad_gate;
+  const DType dtype = which == 0   ? params.grad_weight_dtype
+                      : which == 1 ? params.grad_bias_dtype
+                                   : params.grad_gate_dtype;
+  if (!gradient) return;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x;
+  acc_t sum = 0;
+  if (column < params.hidden_size) {
+    const int64_t before = static_cast<int64_t>(blockIdx.z) * partials * sums + which;
+    const acc_t* partial = static_cast<const acc_t*>(params.workspace) + before * params.hidden_size + column;
+#pragma unroll 4
+    for (int index = threadIdx.y; index < partials; index += kRows)
+      sum += partial[static_cast<int64_t>(index) * sums * params.hidden_size];
+  }
+  scratch[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || column >= params.hidden_size) return;
+#pragma unroll
+  for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
+  store_gradient(params, gradient, dtype, blockIdx.z * params.hidden_size + column, sum);
+}
+
+template <typename T>
+cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int partials, cudaStream_t stream) {
+  const int segments = std::max(params.segments, 1);
+  partials /= segments;
+  const auto launch = [&](auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const OverlappedLaunch sum(
+        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns),
+             params.grad_gate ? 3 : 2, segments),
+        dim3(kFinalizeColumns, kRows), stream);
+    return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
+  };
+  if (partials <= kFewPartials) return launch(std::integral_constant<int, 4>{});
+  return launch(std::integral_constant<int, kFinalizeRows>{});
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+template <typename scalar_t, typename Plan>
+cudaError_t plan_launch(const KernelBackwardParams& params, int device, const DeviceFacts& facts,
+                        BackwardLaunch& launch) {
+  const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
+  const bool wants_columns = params.grad_weight || params.grad_bias;
+  if constexpr (sizeof(scalar_t) < 8) {
+    // Rows longer than a block holds go to a cluster, whatever the number of rows: the sums of a row have one order
+    const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
+    const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
+    const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
+    if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
+        (params.segments > 1 ? cluster > 1 || !Plan::kClusters
+         : Plan::kClusters   ? cluster > 1 && !(small && kSplitClusters<Plan>)
+                             : wants_columns && !small)) {
+      Residence residence;
+      const cudaError_t error = residence_of<scalar_t, Plan, NotFused>(device, facts, cluster, residence);
+      if (error != cudaSuccess) return error;
+      if (residence.clusters > 0) {
+        const int running = running_clusters<Plan>(params, residence);
+        launch.fused = true;
+        launch.cluster = cluster;
+        launch.depth = residence.depth;
+        launch.blocks = running * cluster;
+        launch.partials = wants_columns ? running : 0;
+        return cudaSuccess;
+      }
+    }
+  }
+  constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
+  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, facts.max_cluster) : 1;
+  launch.slice = static_cast<int>((vec_count + launch.cluster - 1) / launch.cluster * Plan::kVec);
+  if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
+  if (wants_columns) {
+    launch.column_lanes = kSplitThreads<Plan>;
+    while (launch.column_lanes > kColumnLanes<Plan::kVec> && kSplitThreads<Plan> / launch.column_lanes < params.rows)
+      launch.column_lanes /= 2;
+    launch.column_tiles = static_cast<int>((vec_count + launch.column_lanes - 1) / launch.column_lanes);
+    const int64_t rows_at_least =
+        static_cast<int64_t>(kSplitThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
+    const int64_t splits =
+        std::clamp<int64_t>(kColumnBlocks / launch.column_tiles, 1, (params.rows + rows_at_least - 1) / rows_at_least);
+    launch.column_splits = static_cast<int>(splits);
+    launch.split_rows = (params.rows + splits - 1) / splits;
+    launch.blocks = static_cast<int>(launch.column_tiles * splits);
+    launch.partials = splits > 1 ? static_cast<int>(splits) : 0;
+  }
+  return cudaSuccess;
+}
+
+template <typename F>
+cudaError_t dispatch_backward(const KernelBackwardParams& params, F&& f) {
+  int device = 0;
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(device, facts);
+  if (error != cudaSuccess) return error;
+  return dispatch_type(params.x_dtype, [&](auto types) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    return dispatch_rows<BackwardLadder<scalar_t>, RaggedBackwardLadder<scalar_t>, scalar_t>(
+        params.hidden_size, facts.max_cluster, [&](auto plan) {
+          BackwardLaunch launch{};
+          const cudaError_t error = plan_launch<scalar_t, decltype(plan)>(params, device, facts, launch);
+          return error == cudaSuccess ? f(types, plan, launch) : error;
+        });
+  });
+}
+
+// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
+bool goes_by_segments(const KernelBackwardParams& params) {
+  if (params.segments <= 1) return false;
+  bool fused = false;
+  if (!is_huge_backward(params) && params.segments <= kMaxFusedSegments) {
+    dispatch_backward(params, [&](auto, auto, const BackwardLaunch& launch) {
+      fused = launch.fused;
+      return cudaSuccess;
+    });
+  }
+  return !fused;
+}
+
+}  // namespace
+
+cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, cudaStream_t stream) {
+  return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, stream)
+                                           : finalize_weight_gradients<float>(params, partials, stream);
+}
+
+int64_t backward_workspace(const KernelBackwardParams& params) {
+  if (goes_by_segments(params)) return backward_workspace(segment_of_rows(params, 0));
+  if (is_huge_backward(params)) return backward_huge_workspace(params);
+  int64_t bytes = 0;
+  dispatch_backward(params, [&](auto types, auto, const BackwardLaunch& launch) {
+    using acc_t = acc_type<typename decltype(types)::scalar_t>;
+    bytes = static_cast<int64_t>(launch.partials) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(acc_t));
+    return cudaSuccess;
+  });
+  return bytes;
+}
+
+cudaError_t launch_backward(const KernelBackwardParams& params, cudaStream_t stream) {
+  if (goes_by_segments(params)) {
+    for (int segment = 0; segment < params.segments; ++segment) {
+      const cudaError_t launched = launch_backward(segment_of_rows(params, segment), stream);
+      if (launched != cudaSuccess) return launched;
+    }
+    return cudaSuccess;
+  }
+  if (is_huge_backward(params)) return launch_backward_huge(params, stream);
+  if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) {  // the split strategy, columns first
+    KernelBackwardParams columns = params;
+    columns.grad_input = nullptr;
+    cudaError_t error = cudaSuccess;
+    if (params.grad_weight || params.grad_bias) error = launch_backward(columns, stream);
+    for (int64_t first = 0; first < params.rows && error == cudaSuccess; first += kMaxRowsOfLaunch) {
+      KernelBackwardParams rows = part_of(params, first, std::min(kMaxRowsOfLaunch, params.rows - first));
+      rows.grad_weight = rows.grad_bias = nullptr;
+      error = launch_backward(rows, stream);
+    }
+    return error;
+  }
+  return dispatch_backward(params, [&](auto types, auto plan, const BackwardLaunch& launch) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    using acc_t = acc_type<scalar_t>;
+    using Plan = decltype(plan);
+    const acc_t inverse_n = inverse_of<acc_t>(params.hidden_size);
+    if constexpr (sizeof(scalar_t) < 8) {
+      if (launch.fused) {
+        const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
+                                       launch.depth * RowRing<scalar_t, Plan, NotFused>::kStageBytes, launch.cluster,
+                                       stream);
+        const cudaError_t error =
+            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, Plan, NotFused>, params,
+                               inverse_n, launch.depth, NotFused{});
+        if (error != cudaSuccess) return error;
+      }
+    }
+    if (!launch.fused) {
+      const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
+                                   dim3(kSplitThreads<Plan>), stream);
+      const cudaError_t error =
+          cudaLaunchKernelEx(&split.config, norm_backward_split_kernel<scalar_t, Plan>, params, launch, inverse_n);
+      if (error != cudaSuccess) return error;
+    }
+    if (launch.partials == 0) return cudaSuccess;
+    return finalize_weight_gradients<acc_t>(params, launch.partials, stream);
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,216 @@
+// Backward where each row has a weight of its own: modulation by token. Nothing is summed over rows, so that one pass
+// over each row does all, in one kernel with what is fused (AddGradStage, GateGradStage); what of it there is, and the
+// types beside x's, are asked at run time: memory leaves time for it.
+//
+//   grad_weight = grad_output * x_hat     grad_bias = grad_output     the gradient of x, or z, as in norm_backward.cu
+#include "backward_rows.cuh"
+#include "dispatch.cuh"
+#include "kernel_params.h"
+#include "launch_plan.h"
+#include "launchers.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// A vector of a tensor of x's type, or of a 16-bit one beside fp32 x, as it lies in memory: then in the first half of
+// the words, so that nobody waits for it before it is used.
+template <typename scalar_t, int kVec>
+struct LoadedVec {
+  RawVec<scalar_t, kVec> raw;
+
+  LoadedVec() = default;
+  __device__ LoadedVec(const void* source, DType dtype, int64_t offset, int count) {
+    if constexpr (sizeof(scalar_t) == 4) {
+      if (dtype != DType::kFloat32) {
+        raw = zero_vec<scalar_t, kVec>();
+        const RawVec<uint16_t, kVec> narrow = load_vec<uint16_t, kVec>(static_cast<const uint16_t*>(source) + offset);
+        memcpy(&raw, &narrow, sizeof(narrow));
+        return;
+      }
+    }
+    raw = load_some<scalar_t, kVec>(static_cast<const scalar_t*>(source) + offset, count);
+  }
+
+  template <typename T>
+  __device__ void unpack_to(T (&values)[kVec], DType dtype) const {
+    if constexpr (sizeof(scalar_t) == 4) {
+      const auto narrow = [&](auto zero) {
+        RawVec<decltype(zero), kVec> half;
+        memcpy(&half, &raw, sizeof(half));
+        unpack(half, values);
+      };
+      if (dtype == DType::kFloat16) return narrow(__half{});
+      if (dtype == DType::kBFloat16) return narrow(__nv_bfloat16{});
+    }
+    unpack(raw, values);
+  }
+};
+
+// kSame: every tensor but the statistics is of scalar_t.
+template <typename scalar_t, typename Plan, bool kSame>
+__global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan>(kSame, sizeof(scalar_t)))
+    norm_backward_each_kernel(const __grid_constant__ KernelBackwardParams params,
+                              const __grid_constant__ GateGradStage stage, acc_type<scalar_t> inverse_n) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
+  constexpr int kRows = kForwardThreads<Plan> / kThreads;
+  using Row = RowThreads<kThreads, kRows, true>;
+  using Vec = LoadedVec<scalar_t, kVec>;
+  __shared__ Pair<acc_t> scratch[kRows * Row::kWarps];
+
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + Row::group();
+  if (row >= params.rows) return;
+  const int elements = static_cast<int>(params.hidden_size), own = Row::rank() * kVec;
+  const int last_tile = kManyTiles<Plan> ? (elements - 1) / kTile * kTile : 0;
+  const int64_t x_row = params.x_strides.offset(row), grad_row = params.grad_output_strides.offset(row);
+  const int64_t weight_row = row * params.weight_stride, result_row = row * params.hidden_size;
+  const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
+  // 16-bit weights, or any of fp32 x: on their way with the first loads
+  const bool is_wide = !kSame && sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32;
+  const acc_t weight_offset = static_cast<acc_t>(params.weight_offset);
+
+  Vec x_raw[kVecs], grad_raw[kVecs], weight_raw[kVecs];
+  acc_t wdy[kVecs][kVec];
+  const auto column = [&](int tile, int v) { return tile + v * kThreads * kVec + own; };
+  const auto load = [&](int tile) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = column(tile, v), count = elements - col;
+      if (count <= 0) continue;
+      x_raw[v] = Vec(params.x, dtype_of<scalar_t>, x_row + col, count);
+      grad_raw[v] = Vec(params.grad_output, stage.grad_output_dtype, grad_row + col, count);
+      if (!is_wide) weight_raw[v] = Vec(params.weight, params.weight_dtype, weight_row + col, count);
+    }
+  };
+  // Makes wdy of a vector, from values that it leaves in the others
+  const auto multiply = [&](int tile, int v, acc_t(&x)[kVec], acc_t(&grad)[kVec], acc_t(&weight)[kVec]) {
+    const int col = column(tile, v), count = elements - col;
+    unpack(x_raw[v].raw, x);
+    grad_raw[v].unpack_to(grad, stage.grad_output_dtype);
+    if (is_wide) {
+      load_vec_as<kVec>(weight, params.weight, DType::kFloat32, weight_row + col, count);
+    } else {
+      weight_raw[v].unpack_to(weight, params.weight_dtype);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) wdy[v][i] = mul(grad[i], weight[i] + weight_offset);
+  };
+  const auto store = [&](void* target, DType dtype, int col, const acc_t(&values)[kVec]) {
+    if constexpr (kSame) {
+      store_vec(static_cast<scalar_t*>(target) + result_row + col, values);
+    } else {
+      store_vec_as<kVec>(target, dtype, result_row + col, values, elements - col, true);
+    }
+  };
+
+  Pair<acc_t> sums{0, 0};
+#pragma unroll 1
+  for (int tile = 0; tile <= last_tile; tile += kTile) {
+    load(tile);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = column(tile, v);
+      if (col >= elements) continue;
+      acc_t x[kVec], grad[kVec], weight[kVec];
+      multiply(tile, v, x, grad, weight);
+      if (params.grad_bias) store(params.grad_bias, params.grad_bias_dtype, col, grad);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const acc_t centered = stats.centered(x[i]);
+        sums.first = fma(wdy[v][i], centered, sums.first);
+        sums.second = add(sums.second, wdy[v][i]);
+        grad[i] = mul(mul(grad[i], centered), stats.rstd);
+      }
+      if (params.grad_weight) store(params.grad_weight, params.grad_weight_dtype, col, grad);
+    }
+  }
+  if (!params.grad_input && !stage.grad_residual && !params.grad_gate) return;
+  const Pair<acc_t> terms = slope_and_level(row_sum<Row>(sums, scratch), stats, params, inverse_n);
+
+#pragma unroll 1
+  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
+    if (tile != last_tile) load(tile);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int col = column(tile, v), count = elements - col;
+      if (count <= 0) continue;
+      acc_t values[kVec], x[kVec];
+      if (tile != last_tile) {
+        acc_t grad[kVec], weight[kVec];
+        multiply(tile, v, x, grad, weight);
+      } else {
+        unpack(x_raw[v].raw, x);
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        values[i] = mul(add(wdy[v][i], fma(stats.uncentered(x[i]), terms.first, terms.second)), stats.rstd);
+      if (stage.grad_residual_out) {
+        Vec(stage.grad_residual_out, dtype_of<scalar_t>, stage.grad_residual_out_strides.offset(row) + col, count)
+            .unpack_to(x, dtype_of<scalar_t>);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = add(values[i], x[i]);
+      }
+      if (stage.grad_residual) store(stage.grad_residual, stage.grad_residual_dtype, col, values);
+      if (stage.gate) {
+        if (params.grad_gate) {
+          Vec(stage.x, stage.grad_input_dtype, stage.x_strides.offset(row) + col, count)
+              .unpack_to(x, stage.grad_input_dtype);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) x[i] = mul(x[i], values[i]);
+          store(params.grad_gate, params.grad_gate_dtype, col, x);
+        }
+        Vec(stage.gate, stage.grad_input_dtype, row * stage.gate_stride + col, count)
+            .unpack_to(x, stage.grad_input_dtype);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], x[i]);
+      }
+      if (params.grad_input) store(params.grad_input, stage.grad_input_dtype, col, values);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_backward_each(const KernelBackwardParams& params, const GateGradStage& stage, cudaStream_t stream) {
+  bool is_same = true;
+  const auto look_at = [&](const void* tensor, DType dtype) { is_same &= !tensor || dtype == params.x_dtype; };
+  look_at(params.weight, params.weight_dtype);
+  look_at(params.grad_weight, params.grad_weight_dtype);
+  look_at(params.grad_bias, params.grad_bias_dtype);
+  look_at(params.grad_gate, params.grad_gate_dtype);
+  look_at(params.grad_output, stage.grad_output_dtype);
+  look_at(params.grad_input, stage.grad_input_dtype);
+  look_at(stage.gate, stage.grad_input_dtype);
+  look_at(stage.grad_residual, stage.grad_residual_dtype);
+  const auto launch = [&](auto zero) {
+    using scalar_t = decltype(zero);
+    const auto launch_plan = [&](auto plan) {
+      using Plan = decltype(plan);
+      constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+      const ClusterLaunch rows((params.rows + kRows - 1) / kRows, kForwardThreads<Plan>, 0, 1, stream);
+      auto kernel = norm_backward_each_kernel<scalar_t, Plan, false>;
+      if constexpr (sizeof(scalar_t) == 2 && Plan::kVec > 1) {
+        if (is_same) kernel = norm_backward_each_kernel<scalar_t, Plan, true>;
+      }
+      return cudaLaunchKernelEx(&rows.config, kernel, params, stage,
+                                inverse_of<acc_type<scalar_t>>(params.hidden_size));
+    };
+    // Rows of x, and of what is narrower beside it, of whole 16 bytes
+    const int least = std::min({dtype_bytes(params.x_dtype), dtype_bytes(stage.grad_output_dtype),
+                                dtype_bytes(params.weight_dtype), dtype_bytes(stage.grad_input_dtype)});
+    if (params.hidden_size % (16 / least) != 0)
+      return dispatch_plan<RaggedEachLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
+    return dispatch_plan<EachLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
+  };
+  switch (params.x_dtype) {
+    case DType::kFloat16: return launch(__half{});
+    case DType::kBFloat16: return launch(__nv_bfloat16{});
+    case DType::kFloat32: return launch(float{});
+    case DType::kFloat64: return launch(double{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fused_layernorm

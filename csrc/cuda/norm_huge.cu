@@ -1,0 +1,521 @@
+// Forward and backward of rows so long that few of them, or one, should occupy the whole card.
+//
+// A row is cut into slices, as many as its length says. The first kernel of each direction leaves what every slice adds
+// to the sums of its row; the second merges the slices of a row, always in the same order, and finishes the row. So x
+// (and grad_output) are read twice; the second kernel goes the other way, to meet first what the L2 cache still holds.
+// Maths: forward_rows.cuh, norm_backward.cu.
+#include <algorithm>
+
+#include "backward_rows.cuh"
+#include "dispatch.cuh"
+#include "forward_rows.cuh"
+#include "kernel_params.h"
+#include "launch_plan.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How a row is cut. A function of hidden_size and dtype alone: the order of a row's sums follows from it.
+struct Slices {
+  int count, elements;  // of a slice: whole tiles; the last may be shorter
+
+  Slices(int64_t hidden_size, int64_t tile) {
+    const int64_t tiles = ceil_div(hidden_size, tile);
+    const int64_t tiles_each =
+        std::max(ceil_div(tiles, kHugeMaxSlices), std::min<int64_t>(ceil_div(tiles, kHugeSlices), kHugeTilesEach));
+    count = static_cast<int>(ceil_div(tiles, tiles_each));
+    elements = static_cast<int>(tiles_each * tile);
+  }
+
+  // For what does not add up: in `most` longer slices, where that is fewer and not too few.
+  Slices recut(int64_t most, int64_t hidden_size, int64_t tile) const {
+    Slices cuts = *this;
+    if (most < kHugeLeastCuts || most >= count) return cuts;
+    cuts.elements = static_cast<int>(ceil_div(ceil_div(hidden_size, tile), most) * tile);
+    cuts.count = static_cast<int>(ceil_div(hidden_size, cuts.elements));
+    return cuts;
+  }
+};
+
+// The slice of a row that a block works on, and this thread's place in it.
+template <typename Plan>
+struct SliceOfBlock {
+  static constexpr int kTile = Plan::kThreads * Plan::kVecs * Plan::kVec;
+
+  int64_t first_col;
+  int row, slice, elements, own;  // own: where this thread's first vector lies in a tile
+
+  __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, int row, int slice)
+      : row(row), slice(slice), own(static_cast<int>(threadIdx.x) * Plan::kVec) {
+    first_col = static_cast<int64_t>(slice) * slices.elements;
+    elements = static_cast<int>(min(static_cast<int64_t>(slices.elements), hidden_size - first_col));
+  }
+
+  // This thread's vectors of the tile that begins at element `tile` of the slice; 0 beyond its end.
+  template <typename T>
+  __device__ void load(RawVec<T, Plan::kVec> (&raw)[Plan::kVecs], const T* slice_begin, int tile) const {
+    const T* first = slice_begin + tile + own;
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v)
+      raw[v] =
+          has(tile, v) ? load_vec<T, Plan::kVec>(first + v * Plan::kThreads * Plan::kVec) : zero_vec<T, Plan::kVec>();
+  }
+  __device__ bool has(int tile, int v) const { return tile + own + v * Plan::kThreads * Plan::kVec < elements; }
+};
+
+// Calls add(part, first) for parts l, l + 32, ... of `count`, in this order, in lane l; kAtOnce loads are on their way
+// at once.
+template <int kAtOnce, typename T, typename F>
+__device__ __forceinline__ void for_each_part(const T* parts, int count, F&& add) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = lane; first < count; first += 32 * kAtOnce) {
+    T found[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + 32 * i < count) found[i] = parts[first + 32 * i];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + 32 * i < count) add(found[i], i == 0 && first == lane);
+  }
+}
+
+// The other end first.
+__device__ __forceinline__ unsigned from_the_end(unsigned block) { return gridDim.x - 1 - block; }
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+template <typename scalar_t, typename Plan>
+__global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
+    norm_huge_moments_kernel(const __grid_constant__ KernelForwardParams params,
+                             const __grid_constant__ Slices slices) {
+  using acc_t = acc_type<scalar_t>;
+  using Row = RowThreads<Plan::kThreads, 1>;
+  __shared__ Moments<acc_t> scratch[Row::kWarps];
+  const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x / slices.count, blockIdx.x % slices.count);
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
+
+  // The reference point of a warp is its mean of the first tile
+  RawVec<scalar_t, Plan::kVec> raw[Plan::kVecs];
+  acc_t values[Plan::kVec];
+  Moments<acc_t> part{};
+#pragma unroll 1
+  for (int tile = 0; tile < at.elements; tile += at.kTile) {
+    at.load(raw, x, tile);
+    int held = 0;
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) held += at.has(tile, v) ? Plan::kVec : 0;
+    if (tile == 0 && !params.is_rms_norm) {
+      acc_t sum = 0;
+#pragma unroll
+      for (int v = 0; v < Plan::kVecs; ++v) {  // zeros where there is nothing
+        unpack(raw[v], values);
+        sum += vec_sum(values);
+      }
+      sum = Row::warp_sum(sum);
+      const int warp_held = Row::warp_sum(held);
+      unpack(raw[0], values);
+      const acc_t first = __shfl_sync(0xffffffffu, values[0], 0);
+      if (warp_held > 0) part.m = snapped(quick_ratio(sum, warp_held), first);
+    }
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      if (!at.has(tile, v)) continue;
+      unpack(raw[v], values);
+#pragma unroll
+      for (int i = 0; i < Plan::kVec; ++i) values[i] -= part.m;
+      part.add(values);
+    }
+    part.n += static_cast<acc_t>(held);
+  }
+  part.n = Row::warp_sum(part.n);
+  part = row_moments<Row>(part, quick_ratio(acc_t(1), at.elements), scratch, Row::rank());
+  part.n = static_cast<acc_t>(at.elements);
+  if (threadIdx.x == 0) static_cast<Moments<acc_t>*>(params.workspace)[at.row * slices.count + at.slice] = part;
+}
+
+// The moments of a whole row from those of its slices, by one warp.
+template <typename T>
+__device__ __forceinline__ Moments<T> merge_slices(const Moments<T>* parts, int count, T inverse_n) {
+  Moments<T> sum{};
+  for_each_part<8>(parts, count, [&](Moments<T> part, bool first) {
+    if (first) {
+      sum = part;
+    } else {
+      part = part.about(sum.m);
+      sum = {sum.n + part.n, sum.m, sum.c + part.c, sum.q + part.q};
+    }
+  });
+  return merge_moments<32>(sum, inverse_n);
+}
+
+template <typename scalar_t, typename weight_t, typename Plan>
+__global__ void __launch_bounds__(Plan::kThreads, kHugeNormalizeBlocksPerSm)
+    norm_huge_normalize_kernel(const __grid_constant__ KernelForwardParams params, const __grid_constant__ Slices cuts,
+                               int slices, acc_type<scalar_t> inverse_n) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVec = Plan::kVec;
+  __shared__ RowNorm<acc_t> norm_of_row;
+  wait_for_previous_kernel();
+  const unsigned block = from_the_end(blockIdx.x);
+  const SliceOfBlock<Plan> at(cuts, params.hidden_size, block / cuts.count, block % cuts.count);
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
+  const weight_t* weight = static_cast<const weight_t*>(params.weight) + at.first_col + at.own;
+  const weight_t* bias = static_cast<const weight_t*>(params.bias) + at.first_col + at.own;
+  const acc_t weight_offset = params.weight ? static_cast<acc_t>(params.weight_offset) : 0;
+  const int64_t y = at.row * params.hidden_size + at.first_col + at.own;
+
+  RawVec<scalar_t, kVec> raw[Plan::kVecs];
+  RawVec<weight_t, kVec> weight_raw[Plan::kVecs], bias_raw[Plan::kVecs];
+  const auto load = [&](int tile) {
+    at.load(raw, x, tile);
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      const int skip = tile + v * Plan::kThreads * kVec, count = at.has(tile, v) ? kVec : 0;
+      weight_raw[v] = load_parameter<kVec>(weight + skip, count, params.weight, one_vec<weight_t, kVec>());
+      bias_raw[v] = load_parameter<kVec>(bias + skip, count, params.bias, zero_vec<weight_t, kVec>());
+    }
+  };
+  int tile = (at.elements - 1) / at.kTile * at.kTile;
+  load(tile);
+  if (threadIdx.x < 32) {
+    const auto* parts = static_cast<const Moments<acc_t>*>(params.workspace) + at.row * slices;
+    const RowNorm<acc_t> merged = finish_row(merge_slices(parts, slices, inverse_n), inverse_n, params, at.row,
+                                             at.slice == 0 && threadIdx.x == 0);
+    if (threadIdx.x == 0) norm_of_row = merged;
+  }
+  __syncthreads();
+  const RowNorm<acc_t> norm = norm_of_row;
+
+#pragma unroll 1
+  while (true) {
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      if (!at.has(tile, v)) continue;
+      const int skip = tile + v * Plan::kThreads * kVec;
+      acc_t values[kVec], scale[kVec], offset[kVec];
+      unpack(weight_raw[v], scale);
+      unpack(bias_raw[v], offset);
+      unpack(raw[v], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i] + weight_offset, offset[i]);
+      if (params.y_dtype == dtype_of<scalar_t>) {
+        store_vec(static_cast<scalar_t*>(params.y) + y + skip, values);
+      } else {
+        store_vec_as(params.y, params.y_dtype, y + skip, values, kVec, kVec > 1);
+      }
+    }
+    if (tile == 0) break;
+    tile -= at.kTile;
+    load(tile);
+  }
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+template <typename scalar_t, typename Plan>
+__global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
+    norm_huge_sums_kernel(const __grid_constant__ KernelBackwardParams params, const __grid_constant__ Slices slices,
+                          bool rows_first) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVec = Plan::kVec;
+  using Row = RowThreads<Plan::kThreads, 1>;
+  __shared__ Pair<acc_t> scratch[Row::kWarps];
+  const unsigned outer = blockIdx.x / (rows_first ? params.rows : slices.count);
+  const unsigned inner = blockIdx.x % (rows_first ? params.rows : slices.count);
+  const SliceOfBlock<Plan> at(slices, params.hidden_size, rows_first ? inner : outer, rows_first ? outer : inner);
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
+  const scalar_t* grad_output =
+      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(at.row) + at.first_col;
+  const RowStats<scalar_t> stats(load_stats<scalar_t>(params, at.row), params);
+
+  RawVec<scalar_t, kVec> x_raw[Plan::kVecs], grad_raw[Plan::kVecs];
+  Pair<acc_t> sums{};
+#pragma unroll 1
+  for (int tile = 0; tile < at.elements; tile += at.kTile) {
+    at.load(x_raw, x, tile);
+    at.load(grad_raw, grad_output, tile);
+    acc_t weight[Plan::kVecs][kVec];
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      const int col = tile + at.own + v * Plan::kThreads * kVec;
+      load_weight_of<scalar_t>(weight[v], params, at.first_col + col, col < at.elements ? kVec : 0);
+    }
+#pragma unroll
+    for (int v = 0; v < Plan::kVecs; ++v) {
+      acc_t x_values[kVec], grad[kVec];
+      unpack(x_raw[v], x_values);
+      unpack(grad_raw[v], grad);
+      add_to_row(sums, stats, x_values, grad, weight[v]);
+    }
+  }
+  sums = row_sum<Row>(sums, scratch);
+  if (threadIdx.x == 0) static_cast<Pair<acc_t>*>(params.workspace)[at.row * slices.count + at.slice] = sums;
+}
+
+// A row as its gradients need it.
+template <typename scalar_t>
+struct MergedRow {
+  SavedStats<acc_type<scalar_t>> saved;
+  Pair<acc_type<scalar_t>> slope_level;
+};
+
+// Each block has a group of rows and a tile of columns; of a single row (kAhead 1) as many tiles as leave enough
+// blocks, as a block must merge the row's sums before it can begin. kAhead: rows whose x and grad_output a thread loads
+// at once.
+template <typename scalar_t, typename Plan, int kAhead>
+__global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
+    norm_huge_gradients_kernel(const __grid_constant__ KernelBackwardParams params,
+                               const __grid_constant__ Slices slices, int column_tiles, int column_blocks,
+                               int rows_per_group, acc_type<scalar_t>* partials, acc_type<scalar_t> inverse_n) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs;
+  constexpr int kWarps = Plan::kThreads / 32;
+  __shared__ MergedRow<scalar_t> table[kHugeTable];
+  wait_for_previous_kernel();
+  const int group = gridDim.x / column_blocks - 1 - blockIdx.x / column_blocks;
+  int64_t first_col = 0;
+  const int first_row = group * rows_per_group,
+            end_row = min(first_row + rows_per_group, static_cast<int>(params.rows));
+  const auto col = [&](int v) { return first_col + v * Plan::kThreads * kVec; };
+
+  RawVec<scalar_t, kVec> x_raw[kAhead][kVecs], grad_raw[kAhead][kVecs];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int row = min(first + ahead, end_row - 1);
+      const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
+      const scalar_t* grad = static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const bool inside = first + ahead < end_row && col(v) < params.hidden_size;
+        x_raw[ahead][v] = inside ? load_vec<scalar_t, kVec>(x + col(v)) : zero_vec<scalar_t, kVec>();
+        grad_raw[ahead][v] = inside ? load_vec<scalar_t, kVec>(grad + col(v)) : zero_vec<scalar_t, kVec>();
+      }
+    }
+  };
+
+  // The other end first
+  const int first_tile = column_tiles - 1 - static_cast<int>(blockIdx.x % column_blocks);
+#pragma unroll 1
+  for (int tile = first_tile; tile >= 0; tile -= column_blocks) {
+    first_col = static_cast<int64_t>(tile) * Plan::kThreads * kVecs * kVec + threadIdx.x * kVec;
+    const bool merges = kAhead > 1 || tile == first_tile;
+    acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec] = {}, grad_bias[kVecs][kVec] = {};
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      load_weight_of<scalar_t>(weight[v], params, col(v), col(v) < params.hidden_size ? kVec : 0);
+#pragma unroll 1
+    for (int chunk = first_row; chunk < end_row; chunk += kHugeTable) {
+      const int rows = min(end_row - chunk, kHugeTable);
+      load(chunk);  // on their way while the sums are merged
+      if (merges) __syncthreads();
+      for (int index = threadIdx.x / 32; merges && index < rows; index += kWarps) {
+        const auto* parts = static_cast<const Pair<acc_t>*>(params.workspace) + (chunk + index) * slices.count;
+        Pair<acc_t> sums{};
+        for_each_part<32 / sizeof(acc_t)>(parts, slices.count, [&](Pair<acc_t> part, bool) {
+          sums = {sums.first + part.first, sums.second + part.second};
+        });
+        sums = row_sum<RowThreads<32, kWarps>>(sums, static_cast<Pair<acc_t>*>(nullptr));
+        const auto saved = load_stats<scalar_t>(params, chunk + index);
+        const RowStats<scalar_t> stats(saved, params);
+        if (threadIdx.x % 32 == 0) table[index] = {saved, slope_and_level(sums, stats, params, inverse_n)};
+      }
+      if (merges) __syncthreads();
+
+#pragma unroll 1
+      for (int index = 0; index < rows; index += kAhead) {
+        if (index > 0) load(chunk + index);
+#pragma unroll
+        for (int ahead = 0; ahead < kAhead; ++ahead) {
+          if (index + ahead >= rows) break;
+          const MergedRow<scalar_t> row = table[index + ahead];
+          const RowStats<scalar_t> stats(row.saved, params);
+          scalar_t* target = static_cast<scalar_t*>(params.grad_input) + (chunk + index + ahead) * params.hidden_size;
+#pragma unroll
+          for (int v = 0; v < kVecs; ++v) {
+            acc_t x[kVec], grad[kVec], values[kVec];
+            unpack(x_raw[ahead][v], x);
+            unpack(grad_raw[ahead][v], grad);
+            add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+            grad_input_of(values, stats, row.slope_level, x, grad, weight[v]);
+            if (col(v) < params.hidden_size) store_vec(target + col(v), values);
+          }
+        }
+      }
+    }
+
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      if (col(v) >= params.hidden_size) continue;
+      if (partials) {
+        acc_t* partial = partials + group * 2 * params.hidden_size + col(v);
+        store_vec(partial, grad_weight[v]);
+        store_vec(partial + params.hidden_size, grad_bias[v]);
+        continue;
+      }
+      const auto store = [&](void* gradient, DType dtype, acc_t(&values)[kVec]) {
+        if (!gradient) return;
+#pragma unroll
+        for (int i = 0; params.accumulate && i < kVec; ++i)
+          values[i] += static_cast<const float*>(gradient)[col(v) + i];
+        store_vec_as(gradient, dtype, col(v), values, kVec, kVec > 1);
+      };
+      store(params.grad_weight, params.grad_weight_dtype, grad_weight[v]);
+      store(params.grad_bias, params.grad_bias_dtype, grad_bias[v]);
+    }
+    if constexpr (kAhead > 1) break;
+  }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// Calls f(types, HugePlan) for rows made of whole 16 bytes, or of elements.
+template <typename Types, typename F>
+cudaError_t dispatch_huge(Types types, int64_t hidden_size, F&& f) {
+  using scalar_t = typename Types::scalar_t;
+  if (hidden_size * sizeof(scalar_t) % 16 == 0) return f(types, HugePlan<scalar_t, true>{});
+  return f(types, HugePlan<scalar_t, false>{});
+}
+template <typename F>
+cudaError_t dispatch_huge_forward(const KernelForwardParams& params, F&& f) {
+  return dispatch_types(params.x_dtype, params.weight_dtype,
+                        [&](auto types) { return dispatch_huge(types, params.hidden_size, f); });
+}
+
+template <typename Plan>
+Slices slices_of(int64_t hidden_size) {
+  return Slices(hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec);
+}
+
+// How backward spreads the gradients, and where the sums of slices end and the partial sums of weight gradients begin.
+struct GradientLaunch {
+  int column_tiles, column_blocks;
+  int partials;  // 0: one group has all rows and writes the weight gradients itself
+  int64_t groups, rows_per_group, sums_bytes, bytes;
+
+  template <typename acc_t, typename Plan>
+  static GradientLaunch of(const KernelBackwardParams& params, const Slices& slices, int multiprocessors) {
+    GradientLaunch launch;
+    launch.column_tiles = static_cast<int>(ceil_div(params.hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec));
+    const int64_t wanted = ceil_div(kHugeGradientWaves * kHugeBlocksPerSm * multiprocessors, launch.column_tiles);
+    launch.rows_per_group = ceil_div(params.rows, std::min(wanted, params.rows));
+    launch.groups = ceil_div(params.rows, launch.rows_per_group);
+    launch.column_blocks = launch.column_tiles;
+    if (launch.rows_per_group == 1)
+      launch.column_blocks = static_cast<int>(
+          std::min<int64_t>(launch.column_tiles, ceil_div(kHugeGradientBlocks * multiprocessors, launch.groups)));
+    const bool wants_columns = params.grad_weight || params.grad_bias;
+    launch.partials = wants_columns && launch.groups > 1 ? static_cast<int>(launch.groups) : 0;
+    launch.sums_bytes = ceil_div(params.rows * slices.count * static_cast<int64_t>(sizeof(Pair<acc_t>)), 16) * 16;
+    launch.bytes = launch.sums_bytes + launch.partials * 2 * params.hidden_size * static_cast<int64_t>(sizeof(acc_t));
+    return launch;
+  }
+};
+
+template <typename F>
+cudaError_t plan_backward(const KernelBackwardParams& params, F&& f) {
+  int device = 0;
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(device, facts);
+  if (error != cudaSuccess) return error;
+  const auto plan_slices = [&](auto types, auto plan) {
+    using Plan = decltype(plan);
+    using acc_t = acc_type<typename decltype(types)::scalar_t>;
+    const Slices slices = slices_of<typename Plan::Sums>(params.hidden_size);
+    return f(types, plan, slices,
+             GradientLaunch::of<acc_t, typename Plan::Gradients>(params, slices, facts.multiprocessors));
+  };
+  return dispatch_type(params.x_dtype,
+                       [&](auto types) { return dispatch_huge(types, params.hidden_size, plan_slices); });
+}
+
+}  // namespace
+
+bool is_huge_forward(const KernelForwardParams& params) {
+  return params.hidden_size > huge_forward_columns(params.x_dtype, params.weight_dtype);
+}
+
+int64_t forward_huge_workspace(const KernelForwardParams& params) {
+  int64_t bytes = 0;
+  dispatch_huge_forward(params, [&](auto types, auto plan) {
+    using acc_t = acc_type<typename decltype(types)::scalar_t>;
+    bytes = params.rows * slices_of<typename decltype(plan)::Forward>(params.hidden_size).count *
+            static_cast<int64_t>(sizeof(Moments<acc_t>));
+    return cudaSuccess;
+  });
+  return bytes;
+}
+
+cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream) {
+  return dispatch_huge_forward(params, [&](auto types, auto plan) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    using weight_t = typename decltype(types)::weight_t;
+    using Plan = typename decltype(plan)::Forward;
+    const Slices slices = slices_of<Plan>(params.hidden_size);
+    const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
+    const ClusterLaunch launch(params.rows * slices.count, Plan::kThreads, 0, 1, stream);
+    cudaError_t error = cudaLaunchKernelEx(&launch.config, norm_huge_moments_kernel<scalar_t, Plan>, params, slices);
+    if (error != cudaSuccess) return error;
+    int device = 0;
+    DeviceFacts facts;
+    error = device_facts(device, facts);
+    if (error != cudaSuccess) return error;
+    // Weights twice as wide as x take twice the registers
+    using Normalize =
+        RowPlan<Plan::kThreads, Plan::kVecs* static_cast<int>(sizeof(scalar_t)) / static_cast<int>(sizeof(weight_t)),
+                Plan::kVec>;
+    const Slices cuts = slices.recut(kHugeNormalizeBlocksPerSm * facts.multiprocessors / params.rows,
+                                     params.hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec);
+    const OverlappedLaunch normalize(dim3(static_cast<unsigned>(params.rows * cuts.count)), dim3(Plan::kThreads),
+                                     stream);
+    return cudaLaunchKernelEx(&normalize.config, norm_huge_normalize_kernel<scalar_t, weight_t, Normalize>, params,
+                              cuts, slices.count, inverse_n);
+  });
+}
+
+// Weight gradients alone need no sums along a row: those are made side by side with no others (norm_backward.cu).
+bool is_huge_backward(const KernelBackwardParams& params) {
+  return params.hidden_size > kHugeBackwardColumns && params.grad_input;
+}
+
+int64_t backward_huge_workspace(const KernelBackwardParams& params) {
+  int64_t bytes = 0;
+  plan_backward(params, [&](auto, auto, const Slices&, const GradientLaunch& launch) {
+    bytes = launch.bytes;
+    return cudaSuccess;
+  });
+  return bytes;
+}
+
+cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_t stream) {
+  return plan_backward(params, [&](auto types, auto plan, const Slices& slices, const GradientLaunch& launch) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    using acc_t = acc_type<scalar_t>;
+    using Sums = typename decltype(plan)::Sums;
+    using Gradients = typename decltype(plan)::Gradients;
+    const auto inverse_n = inverse_of<acc_t>(params.hidden_size);
+    KernelBackwardParams rest = params;  // its workspace: the partial sums
+    rest.workspace = static_cast<char*>(params.workspace) + launch.sums_bytes;
+    acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;
+
+    const ClusterLaunch sums(params.rows * slices.count, Sums::kThreads, 0, 1, stream);
+    cudaError_t error =
+        cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, Sums>, params, slices, launch.groups == 1);
+    if (error != cudaSuccess) return error;
+    const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.column_blocks * launch.groups)),
+                                     dim3(Gradients::kThreads), stream);
+    const auto kernel = launch.rows_per_group == 1 ? norm_huge_gradients_kernel<scalar_t, Gradients, 1>
+                                                   : norm_huge_gradients_kernel<scalar_t, Gradients, kHugeRowsAhead>;
+    error = cudaLaunchKernelEx(&gradients.config, kernel, params, slices, launch.column_tiles, launch.column_blocks,
+                               static_cast<int>(launch.rows_per_group), partials, inverse_n);
+    if (error != cudaSuccess || launch.partials == 0) return error;
+    return launch_backward_finalize(rest, launch.partials, stream);
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,497 @@
+// Between memory and registers: 16-byte accesses where the layout allows, element by element where it does not.
+// The only reinterpret_casts of the kernels.
+//
+// A row is cut into vectors of kVec elements, dealt to the threads of the row in turn: thread t of T holds vectors
+// t, t + T, t + 2T, ... Which element sits where depends on kVec, T and the length of the row, never on where the row
+// begins, so a result has the same bits wherever its row lies.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernel_params.h"
+#include "launch_plan.h"
+
+namespace fused_layernorm {
+
+template <typename T>
+struct Accumulation {
+  using type = float;
+};
+template <>
+struct Accumulation<double> {
+  using type = double;
+};
+template <typename T>
+using acc_type = typename Accumulation<T>::type;
+
+__device__ __forceinline__ float widen(__half value) { return __half2float(value); }
+__device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+
+template <typename T, typename acc_t>
+__device__ __forceinline__ T narrow(acc_t value) {
+  if constexpr (sizeof(T) == 2) {
+    if constexpr (std::is_same<T, __half>::value)
+      return __float2half_rn(static_cast<float>(value));
+    else
+      return __float2bfloat16_rn(static_cast<float>(value));
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+template <typename T>
+constexpr DType dtype_of = DType::kFloat32;
+template <>
+constexpr DType dtype_of<__half> = DType::kFloat16;
+template <>
+constexpr DType dtype_of<__nv_bfloat16> = DType::kBFloat16;
+template <>
+constexpr DType dtype_of<double> = DType::kFloat64;
+
+// kVec elements as they lie in memory, as the words they are loaded by: of 16 bytes, or one shorter word.
+template <int kBytes>
+struct WordOf {
+  using type = uint4;
+};
+template <>
+struct WordOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using type = unsigned;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <typename T, int kVec>
+struct RawVec {
+  static constexpr int kBytes = kVec * static_cast<int>(sizeof(T));
+  using Word = typename WordOf<(kBytes < 16 ? kBytes : 16)>::type;
+  static constexpr int kWords = kBytes / static_cast<int>(sizeof(Word));
+  static_assert(kWords * static_cast<int>(sizeof(Word)) == kBytes, "a vector is whole words");
+  Word words[kWords];
+};
+
+template <typename T, int kVec>
+__device__ __forceinline__ RawVec<T, kVec> zero_vec() {
+  RawVec<T, kVec> raw;
+  memset(&raw, 0, sizeof(raw));
+  return raw;
+}
+
+// A vector of the same value.
+template <typename T, int kVec>
+__device__ __forceinline__ RawVec<T, kVec> filled_vec(acc_type<T> value) {
+  RawVec<T, kVec> raw;
+  T elements[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(value);
+  memcpy(&raw, elements, sizeof(raw));
+  return raw;
+}
+template <typename T, int kVec>
+__device__ __forceinline__ RawVec<T, kVec> one_vec() {
+  return filled_vec<T, kVec>(1);
+}
+
+// From memory that nobody writes while the kernel runs; kOrdered: that the kernel before may still have written when
+// this one began (OverlappedLaunch).
+template <bool kOrdered, typename T>
+__device__ __forceinline__ T load(const T* source) {
+  if constexpr (kOrdered) return *source;
+  return __ldg(source);
+}
+
+// The same of a vector, aligned to its words.
+template <typename T, int kVec, bool kOrdered = false>
+__device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
+  RawVec<T, kVec> raw;
+#pragma unroll
+  for (int word = 0; word < raw.kWords; ++word)
+    raw.words[word] = load<kOrdered>(reinterpret_cast<const typename RawVec<T, kVec>::Word*>(source) + word);
+  return raw;
+}
+
+// The first `count` elements of a vector; the others are 0. Vectors of less than 16 bytes belong to ragged rows and are
+// read element by element; the others are whole, or not there at all.
+template <typename T, int kVec, bool kOrdered = false>
+__device__ __forceinline__ RawVec<T, kVec> load_some(const T* source, int count) {
+  if constexpr (RawVec<T, kVec>::kBytes >= 16)
+    return count > 0 ? load_vec<T, kVec, kOrdered>(source) : zero_vec<T, kVec>();
+  T elements[kVec] = {};
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    if (i < count) elements[i] = load<kOrdered>(source + i);
+  RawVec<T, kVec> raw;
+  memcpy(&raw, elements, sizeof(raw));
+  return raw;
+}
+
+// Two 16-bit elements from one word.
+template <typename T>
+__device__ __forceinline__ void widen_pair(unsigned word, float& low, float& high) {
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+    // A bf16 is the upper half of a float. Said this way it is one instruction an element; through the conversion
+    // intrinsics every second element took two.
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+  } else {
+    asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
+}
+
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void unpack(const RawVec<T, kVec>& raw, acc_t (&values)[kVec]) {
+  if constexpr (kVec > 1 && sizeof(T) == 2) {
+    unsigned pairs[kVec / 2];
+    memcpy(pairs, &raw, sizeof(raw));
+#pragma unroll
+    for (int pair = 0; pair < kVec / 2; ++pair) widen_pair<T>(pairs[pair], values[2 * pair], values[2 * pair + 1]);
+  } else {
+    T elements[kVec];
+    memcpy(elements, &raw, sizeof(raw));
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = static_cast<acc_t>(widen(elements[i]));
+  }
+}
+
+// Makes the compiler forget what it knows of these vectors, so that it widens them anew for the next pass instead of
+// keeping the widened values of a whole row in registers, twice as many as the raw ones.
+template <typename T, int kVecs, int kVec>
+__device__ __forceinline__ void forget(RawVec<T, kVec> (&raw)[kVecs]) {
+  if constexpr (kVec > 1 && sizeof(T) == 2) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      unsigned pairs[kVec / 2];
+      memcpy(pairs, &raw[v], sizeof(pairs));
+#pragma unroll
+      for (unsigned& pair : pairs) asm volatile("" : "+r"(pair));
+      memcpy(&raw[v], pairs, sizeof(pairs));
+    }
+  }
+}
+
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ RawVec<T, kVec> pack(const acc_t (&values)[kVec]) {
+  T elements[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
+  RawVec<T, kVec> raw;
+  memcpy(&raw, elements, sizeof(raw));
+  return raw;
+}
+// To memory aligned to the vector's words. Streaming stores (.cs) gained nothing in backward and lost 0.02 of the copy
+// in forward (H200, 256 MiB).
+template <typename T, int kVec>
+__device__ __forceinline__ void store_raw(T* target, const RawVec<T, kVec>& raw) {
+#pragma unroll
+  for (int word = 0; word < raw.kWords; ++word)
+    reinterpret_cast<typename RawVec<T, kVec>::Word*>(target)[word] = raw.words[word];
+}
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]) {
+  store_raw(target, pack<T>(values));
+}
+
+// Its first `count` elements, as load_some() reads them.
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void store_some(T* target, const acc_t (&values)[kVec], int count) {
+  if constexpr (RawVec<T, kVec>::kBytes >= 16) {
+    if (count > 0) store_vec(target, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) target[i] = narrow<T>(values[i]);
+  }
+}
+
+// All of them, to aligned memory, if `wanted`, as one predicated store: the branch that the compiler made of an if
+// held up the warp for each vector (H200, backward in clusters, bf16: N = 8192 0.84 instead of 0.91 of the pass).
+template <typename T, int kVec, typename acc_t>
+__device__ __forceinline__ void store_vec_if(bool wanted, T* target, const acc_t (&values)[kVec]) {
+  T elements[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) elements[i] = narrow<T>(values[i]);
+  typename RawVec<T, kVec>::Word word;
+  static_assert(sizeof(word) == sizeof(elements) && sizeof(word) >= 8, "one word a vector");
+  memcpy(&word, elements, sizeof(word));
+  if constexpr (sizeof(word) == 16) {
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n"
+        "@wanted st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(static_cast<int>(wanted)),
+        "l"(target), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w));
+  } else {
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %0, 0;\n@wanted st.global.v2.u32 [%1], {%2, %3};\n}\n" ::"r"(
+            static_cast<int>(wanted)),
+        "l"(target), "r"(word.x), "r"(word.y));
+  }
+}
+
+// Whether a vector of elements of `bytes` bytes that is `offset` elements into a tensor begins where a vector may.
+template <int kVec>
+__device__ __forceinline__ bool is_aligned(const void* tensor, int bytes, int64_t offset) {
+  const unsigned at =
+      static_cast<unsigned>(reinterpret_cast<uintptr_t>(tensor)) + static_cast<unsigned>(offset) * bytes;
+  return at % min(kVec * bytes, 16) == 0;
+}
+
+// A vector's first `count` elements, and zeros, from a tensor whose dtype is known at run time only. Not by the
+// read-only cache: the kernel may write the same elements later.
+template <int kVec, typename acc_t>
+__device__ __forceinline__ void load_vec_as(acc_t (&values)[kVec], const void* source, DType dtype, int64_t offset,
+                                            int count) {
+  const auto load = [&](const auto* typed) {
+    using T = std::decay_t<decltype(*typed)>;
+    RawVec<T, kVec> raw = zero_vec<T, kVec>();
+    if (count >= kVec && is_aligned<kVec>(source, sizeof(T), offset)) {
+#pragma unroll
+      for (int word = 0; word < raw.kWords; ++word)
+        raw.words[word] = reinterpret_cast<const typename RawVec<T, kVec>::Word*>(typed + offset)[word];
+      return unpack(raw, values);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = i < count ? static_cast<acc_t>(widen(typed[offset + i])) : acc_t(0);
+  };
+  if constexpr (std::is_same<acc_t, double>::value) {  // fp64 goes with nothing else
+    load(static_cast<const double*>(source));
+  } else if (dtype == DType::kFloat16) {
+    load(static_cast<const __half*>(source));
+  } else if (dtype == DType::kBFloat16) {
+    load(static_cast<const __nv_bfloat16*>(source));
+  } else {
+    load(static_cast<const float*>(source));
+  }
+}
+
+// A vector's first `count` elements to a tensor whose dtype is known at run time only; `offset` in elements. Aligned:
+// as for store_vec; else element by element.
+template <int kVec, typename acc_t>
+__device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t offset, const acc_t (&values)[kVec],
+                                             int count, bool aligned) {
+  const auto store = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    if (aligned && count >= kVec) return store_vec(typed + offset, values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < count) typed[offset + i] = narrow<T>(values[i]);
+  };
+  switch (dtype) {
+    case DType::kFloat16: return store(static_cast<__half*>(target));
+    case DType::kBFloat16: return store(static_cast<__nv_bfloat16*>(target));
+    case DType::kFloat32: return store(static_cast<float*>(target));
+    case DType::kFloat64: return store(static_cast<double*>(target));
+  }
+}
+
+// Where in a row the vectors lie that a thread keeps in its kVecs places: place v has the v-th vector of its share.
+//
+// Ragged rows (of vectors that may be there in part) take theirs by groups: whole groups in the first places, and the
+// one that the row ends in in the last places, wherever it lies in the row. So the code that looks at single elements
+// is there once, not beside each vector: with it the code of a row did not fit the instruction cache (H200, bf16,
+// N = 4097, forward: a quarter of the time waiting for instructions).
+//
+// together: five places are one group, too, which suits rows that fill them where something comes after the norm (H200,
+// bf16, N = 5120, gelu: 171 us became 158); the plain norm gained nothing, and 4608 columns lost (135 us, 141).
+template <typename Plan, bool ragged, int kThreads = Plan::kThreads, bool together = false>
+struct Places {
+  static constexpr int kVecs = Plan::kVecs;
+  static constexpr int kGroup = kVecs % 4 == 0 ? 4 : kVecs % 3 == 0 ? 3 : together || kVecs != 5 ? kVecs : 1;
+  static constexpr int kStep = kThreads * Plan::kVec;  // elements from one place to the next
+  static constexpr int kMain = ragged ? kVecs - kGroup : kVecs;
+  static_assert(kVecs % kGroup == 0);
+
+  int elements, left;  // of the row; of it, from this thread's first vector on
+  int last = 0;        // the first vector of the group that a ragged row ends in
+
+  // For `elements` elements, what is beyond kVecs * kStep not looked at, and a thread whose vectors begin `own`
+  // elements into each step.
+  __device__ Places(int elements, int own) : elements(elements), left(elements - own) {
+    if (ragged) last = min(elements / (kGroup * kStep), kMain / kGroup) * kGroup;
+  }
+
+  __device__ int index(int v) const { return v < kMain ? v : last + v - kMain; }
+  // Whether all threads have all of the vectors of the group from place `first` on.
+  __device__ bool whole(int first) const { return (first + kGroup) * kStep <= elements; }
+  // How many elements this thread has from place v on.
+  __device__ int count(int v) const {
+    if (ragged && v < kMain) return whole(v / kGroup * kGroup) ? Plan::kVec : 0;
+    return left - index(v) * kStep;
+  }
+
+  // Calls f(v, whole) for every place that any thread has a vector in: `whole` is true where all threads have all of
+  // theirs. Decided for a group at once, by what is the same for all threads of the row.
+  template <typename F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+#pragma unroll
+    for (int first = 0; first < kMain; first += kGroup) {
+      if (whole(first)) {
+#pragma unroll
+        for (int v = first; v < first + kGroup; ++v) f(v, std::true_type{});
+      } else if (!ragged && first * kStep < elements) {
+#pragma unroll
+        for (int v = first; v < first + kGroup; ++v)
+          if (v * kStep < elements) f(v, std::false_type{});
+      }
+    }
+#pragma unroll
+    for (int v = kMain; v < kVecs; ++v)
+      if (index(v) * kStep < elements) f(v, std::false_type{});
+  }
+};
+
+// How many vectors hold `elements` elements, the last of them perhaps in part.
+template <int kVec>
+__host__ __device__ constexpr int64_t vecs_of(int64_t elements) {
+  return (elements + kVec - 1) / kVec;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+// By the shared address: of a pointer that went through a struct the compiler no longer knew that it is one to shared
+// memory.
+__device__ __forceinline__ uint4 load_shared(unsigned address) {
+  return *static_cast<const uint4*>(__cvta_shared_to_generic(address));
+}
+__device__ __forceinline__ void store_shared(unsigned address, uint4 word) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word.x), "r"(word.y), "r"(word.z),
+               "r"(word.w)
+               : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ T load_shared_element(unsigned address) {
+  return *static_cast<const T*>(__cvta_shared_to_generic(address));
+}
+template <typename T>
+__device__ __forceinline__ void store_shared_element(unsigned address, T value) {
+  *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
+}
+
+// Copies 16 bytes from global to shared memory while the thread goes on. Copies belong to the group that the thread
+// commits next; wait_for_copies<n> returns when all but the thread's last n groups have landed.
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+// The first `bytes` of them, and zeros.
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// A vector of 8 or 16 bytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_vec_async(unsigned shared, const void* global) {
+  static_assert(kBytes == 8 || kBytes == 16, "what cp.async moves");
+  if constexpr (kBytes == 16) {
+    copy_async(shared, global);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+  }
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int groups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+
+// Barriers in shared memory, by its 32-bit address. A barrier counts its uses in phases, each over after so many
+// arrivals (and bytes, where some were announced); the wait names the parity of the phase it waits for.
+__device__ __forceinline__ void init_barrier(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive_barrier(unsigned barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// Of a warp that is done one lane arrives, for all `lanes` of it; in racecheck's build every lane.
+constexpr int kWarpArrivals = kForRacecheck ? 32 : 1;
+__device__ __forceinline__ void arrive_of_warp(unsigned barrier, unsigned lanes = 0xffffffffu) {
+  __syncwarp(lanes);
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) arrive_barrier(barrier);
+}
+__device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+#define FLN_BARRIER_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define FLN_BARRIER_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+  asm volatile(
+      "{\n"
+      ".reg .pred arrived;\n"
+      "again%=:\n" FLN_BARRIER_WAIT
+      " arrived, [%0], %1;\n"
+      "@!arrived bra again%=;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#undef FLN_BARRIER_WAIT
+}
+
+// The copy engine, and stores to other blocks of the cluster that count on a barrier there (sm_90 and later).
+__device__ __forceinline__ void fence_barrier_init() {  // makes the init visible to both
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {  // and arrives
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+// Addresses and sizes are multiples of 16 bytes, here and below.
+__device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+#endif
+}
+
+// How many of the aligned bytes that cover `bytes` bytes from `source` on the copy engine may read, `past` bytes before
+// it the first: all, but for the last 16 where these go beyond `end`, the end of the tensor. copy_rest() brings what is
+// missing then.
+__device__ __forceinline__ unsigned covering_bytes(const char* source, unsigned past, unsigned bytes, const char* end) {
+  const unsigned covered = (past + bytes + 15) / 16 * 16;
+  return source - past + covered > end ? covered - 16 : covered;
+}
+template <typename T>
+__device__ __forceinline__ void copy_rest(unsigned shared, const char* source, unsigned past, unsigned bytes,
+                                          unsigned covered) {
+#pragma unroll 1
+  for (unsigned at = max(past, covered); at < past + bytes; at += static_cast<unsigned>(sizeof(T)))
+    store_shared_element(shared + at, *reinterpret_cast<const T*>(source - past + at));
+}
+
+// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
+// thread that asks waits until shared memory has been read.
+__device__ __forceinline__ void fence_bulk_store() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void store_bulk(void* global, unsigned shared, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_bulk_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
+}  // namespace fused_layernorm

@@ -1,3 +1,0 @@
-#include "norm_after.cuh"
-
-template cudaError_t fused_layernorm::launch_after<__nv_bfloat16>(const NormForwardParams&, cudaStream_t);

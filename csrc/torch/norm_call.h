@@ -1,0 +1,144 @@
+// One description of a norm with everything that is fused around it, and its two directions on tensors. Autograd
+// (autograd.cpp), the operators (library.cpp) and Python (python.cpp) fill it; norm_params.h has the formulas.
+//
+// for_each() lists every field once. The operators' schemas, the readers and the writers are made from that list, in
+// its order. An undefined tensor is absent.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace fused_layernorm {
+
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+constexpr bool kWithCuda = true;
+#else
+constexpr bool kWithCuda = false;
+#endif
+
+using OptionalDtype = std::optional<at::ScalarType>;
+
+struct NormOptions {
+  int64_t normalized_ndim = 0;  // the last so many dimensions are normalized together
+  double eps = 0;
+  double weight_offset = 0;
+  bool is_rms_norm = false;
+  bool stats_grad = true;        // false: mean and rstd are constants in backward
+  int64_t activation = 0;        // an Activation of norm_params.h
+  double dropout_p = 0;          // ignored without philox
+  bool drops_y = false;          // dropout applies to y, not to x
+  OptionalDtype out_dtype;       // of y; none: x's
+  OptionalDtype residual_dtype;  // of z, x's or fp32; none: there is no load stage, and z is x
+
+  template <class Self, class Function>
+  static void for_each_option(Self& self, Function&& function) {
+    function("normalized_ndim", self.normalized_ndim);
+    function("eps", self.eps);
+    function("weight_offset", self.weight_offset);
+    function("is_rms_norm", self.is_rms_norm);
+    function("stats_grad", self.stats_grad);
+    function("activation", self.activation);
+    function("dropout_p", self.dropout_p);
+    function("drops_y", self.drops_y);
+    function("out_dtype", self.out_dtype);
+    function("residual_dtype", self.residual_dtype);
+  }
+};
+
+// weight, bias and gate have one shape: x's last normalized_ndim dimensions, and in front of these
+//   - nothing: all rows share the values;
+//   - x's leading dimensions, with 1 for the last of them along which values are shared;
+//   - or x's first dimension alone.
+struct NormCall : NormOptions {
+  at::Tensor x, residual, gate, weight, bias;
+  at::Tensor philox;  // int64 [2] on x's device: the seed and offset of philox.h
+
+  template <class Self, class Function>
+  static void for_each(Self& self, Function&& function) {
+    function("x", self.x);
+    function("residual", self.residual);
+    function("gate", self.gate);
+    function("weight", self.weight);
+    function("bias", self.bias);
+    function("philox", self.philox);
+    for_each_option(self, function);
+  }
+};
+
+struct NormResults {
+  at::Tensor y, z;   // z is undefined without a load stage
+  at::Tensor stats;  // [1, rows] for RMSNorm (rstd), [3, rows] for LayerNorm (rstd, mean, mean_tail)
+};
+
+NormResults norm_forward(const NormCall& call, bool save_stats);
+
+// Raises what norm_forward() would raise.
+void check(const NormCall& call);
+
+struct NormBackwardCall : NormOptions {
+  at::Tensor grad_output;        // of y
+  at::Tensor grad_residual_out;  // of z as it was returned; undefined: 0
+  at::Tensor z;                  // forward's z, or x without a load stage; forward's y with z_is_y
+  at::Tensor stats;              // forward's; [1 or 3, *any shape of the rows]
+  at::Tensor x, gate;            // forward's; undefined without a gate
+  at::Tensor weight, bias;       // forward's; bias is needed with an activation or z_is_y only
+  at::Tensor philox;
+  bool z_is_y = false;
+  at::ScalarType x_dtype = at::kFloat;
+  bool wants_x = false;
+  bool wants_gate = false;
+  OptionalDtype grad_residual_dtype, grad_weight_dtype, grad_bias_dtype;  // none: not wanted
+
+  // In eager mode only: contiguous fp32 tensors that the gradients of weight and bias are added to.
+  at::Tensor weight_sum, bias_sum;
+
+  template <class Self, class Function>
+  static void for_each(Self& self, Function&& function) {
+    function("grad_output", self.grad_output);
+    function("grad_residual_out", self.grad_residual_out);
+    function("z", self.z);
+    function("stats", self.stats);
+    function("x", self.x);
+    function("gate", self.gate);
+    function("weight", self.weight);
+    function("bias", self.bias);
+    function("philox", self.philox);
+    for_each_option(self, function);
+    function("z_is_y", self.z_is_y);
+    function("x_dtype", self.x_dtype);
+    function("wants_x", self.wants_x);
+    function("wants_gate", self.wants_gate);
+    function("grad_residual_dtype", self.grad_residual_dtype);
+    function("grad_weight_dtype", self.grad_weight_dtype);
+    function("grad_bias_dtype", self.grad_bias_dtype);
+  }
+};
+
+struct NormGradients {
+  at::Tensor x, residual, gate, weight, bias;
+};
+
+// Whether the gradients of x and residual are the same values in the same dtype, and so one tensor.
+inline bool shares_gradient(const NormBackwardCall& call) {
+  const bool drops_x = call.philox.defined() && call.dropout_p > 0 && !call.drops_y;
+  return call.wants_x && call.grad_residual_dtype == call.x_dtype && !drops_x && !call.gate.defined();
+}
+
+// Computes the gradients that are wanted. The others are undefined, and so are those that were added to weight_sum and
+// bias_sum. No gradient shares memory with an argument.
+NormGradients norm_backward(const NormBackwardCall& call);
+
+// Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
+at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);
+
+// The dtype that statistics and sums of `dtype` are kept in.
+at::ScalarType accumulation_type(at::ScalarType dtype);
+
+void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
+
+// The segments (equal parts of x's rows, each with values of its own) of a weight, bias or gate of this shape: 1 if all
+// rows share it, none if it has none of the shapes above.
+std::optional<int64_t> segments_of(const at::Tensor& parameter, const at::Tensor& x, int64_t normalized_ndim);
+
+}  // namespace fused_layernorm

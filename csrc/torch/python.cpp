@@ -1,0 +1,332 @@
+// The Python module: the call of plain eager mode, whose arguments are read by hand (through pybind11 a call without
+// gradients takes half as long again), and the callbacks that fused_layernorm/_ops.py sets.
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randint.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <iterator>
+#include <limits>
+
+#include "autograd.h"
+#include "memory_efficient.h"
+#include "norm_params.h"
+
+namespace fused_layernorm {
+namespace {
+
+using at::Tensor;
+
+PyObject* fallback = nullptr;  // functional._norm, for calls that norm() does not take
+
+// ---- reading ---------------------------------------------------------------------------------------------------------
+// Each read() returns false for an object of another type than expected, and may leave a Python error set.
+
+// A tensor (not of a subclass), or None. A copy: others may change the object without the GIL.
+bool read(PyObject* object, Tensor& tensor) {
+  if (object == Py_None) return true;
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = THPVariable_Unpack(object);
+  return true;
+}
+
+bool read(PyObject* object, double& number) {
+  if (!PyFloat_Check(object) && (!PyLong_Check(object) || PyBool_Check(object))) return false;
+  number = PyFloat_AsDouble(object);
+  return !(number == -1.0 && PyErr_Occurred());
+}
+
+bool read(PyObject* object, bool& flag) {
+  flag = object == Py_True;
+  return flag || object == Py_False;
+}
+
+bool read(PyObject* object, OptionalDtype& dtype) {
+  if (object == Py_None) return true;
+  if (!THPDtype_Check(object)) return false;
+  dtype = reinterpret_cast<THPDtype*>(object)->scalar_type;
+  return true;
+}
+
+struct Shape {
+  c10::SmallVector<int64_t, 4> sizes;
+  bool is_given = false;
+};
+
+bool read(PyObject* object, Shape& shape) {
+  if (object == Py_None) return true;
+  shape.is_given = true;
+  const auto append = [&](PyObject* size) {
+    if (!PyLong_Check(size) || PyBool_Check(size)) return false;
+    shape.sizes.push_back(PyLong_AsLongLong(size));
+    return shape.sizes.back() != -1;  // -1 is no size, and marks an error
+  };
+  if (!PyTuple_Check(object) && !PyList_Check(object)) return append(object);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i)
+    if (!append(PySequence_Fast_GET_ITEM(object, i))) return false;
+  return true;
+}
+
+struct Name {  // an index of kActivationNames
+  int64_t number = 0;
+};
+
+bool read(PyObject* object, Name& activation) {
+  if (object == Py_None) return true;
+  if (!PyUnicode_Check(object)) return false;
+  for (size_t i = 0; i < std::size(kActivationNames); ++i) {
+    activation.number = static_cast<int64_t>(i);
+    if (PyUnicode_CompareWithASCIIString(object, kActivationNames[i]) == 0) return true;
+  }
+  return false;
+}
+
+struct Epsilon {
+  double value = 0;
+  bool is_given = false;
+};
+
+bool read(PyObject* object, Epsilon& eps) {
+  if (object == Py_None) return true;
+  eps.is_given = true;
+  return read(object, eps.value);
+}
+
+struct Rounding {};  // "torch" alone: the fallback takes the others
+
+bool read(PyObject* object, Rounding&) {
+  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "torch") == 0;
+}
+
+// The arguments of norm(): five tensors by position, the options by keyword.
+struct PythonCall {
+  NormCall norm;
+  Epsilon eps;
+  Shape normalized_shape;
+  Name activation;
+  Rounding rounding;
+  bool adds = false;          // returns (y, residual_out); dropout is of x
+  bool is_modulated = false;  // weight and bias may have leading dimensions of x
+  bool training = true, memory_efficient = false, accumulate_grad = false, return_dropout_mask = false;
+
+  template <class Function>
+  void for_each_option(Function&& function) {
+    function("eps", eps);
+    function("is_rms_norm", norm.is_rms_norm);
+    function("normalized_shape", normalized_shape);
+    function("weight_offset", norm.weight_offset);
+    function("out_dtype", norm.out_dtype);
+    function("stats_grad", norm.stats_grad);
+    function("activation", activation);
+    function("dropout_p", norm.dropout_p);
+    function("training", training);
+    function("memory_efficient", memory_efficient);
+    function("accumulate_grad", accumulate_grad);
+    function("rounding", rounding);
+    function("adds", adds);
+    function("residual_dtype", norm.residual_dtype);
+    function("return_dropout_mask", return_dropout_mask);
+    function("is_modulated", is_modulated);
+  }
+
+  bool read_from(PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
+    Tensor* const tensors[] = {&norm.x, &norm.residual, &norm.gate, &norm.weight, &norm.bias};
+    if (positional != static_cast<Py_ssize_t>(std::size(tensors))) return false;
+    for (Py_ssize_t i = 0; i < positional; ++i)
+      if (!read(arguments[i], *tensors[i])) return false;
+    return norm.x.defined() && read_options(arguments + positional, names);
+  }
+
+  // Sets what follows from several arguments; false if the fallback must take the call. Only after takes_kernel().
+  bool resolve() {
+    const Tensor &x = norm.x, &weight = norm.weight, &bias = norm.bias;
+    const at::ScalarType dtype = x.scalar_type();
+    if (eps.is_given) {
+      norm.eps = eps.value;
+    } else if (norm.is_rms_norm) {
+      norm.eps = accumulation_type(dtype) == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                         : std::numeric_limits<float>::epsilon();
+    } else {
+      return false;
+    }
+    if (!adds && (norm.residual.defined() || norm.gate.defined() || norm.residual_dtype)) return false;
+    const Tensor& given = weight.defined() ? weight : bias;
+    if (x.dim() == 0 || (!normalized_shape.is_given && !given.defined())) return false;
+    const at::IntArrayRef shape = normalized_shape.is_given ? at::IntArrayRef(normalized_shape.sizes)
+                                  : is_modulated            ? x.sizes().slice(x.dim() - 1)
+                                                            : given.sizes();
+    norm.normalized_ndim = static_cast<int64_t>(shape.size());
+    if (shape.empty() || x.dim() < norm.normalized_ndim || x.sizes().slice(x.dim() - norm.normalized_ndim) != shape)
+      return false;
+    for (const Tensor* parameter : std::initializer_list<const Tensor*>{&weight, &bias, &norm.gate}) {
+      if (!parameter->defined()) continue;
+      if (is_modulated ? parameter->sizes() != given.sizes() || !segments_of(*parameter, x, norm.normalized_ndim)
+                       : parameter->sizes() != shape)
+        return false;
+    }
+    if (is_modulated && (!weight.defined() || !has_modulation_dtypes(dtype))) return false;
+    norm.activation = activation.number;
+    norm.drops_y = !adds;
+    if (!training) norm.dropout_p = 0;
+    if (adds && !norm.residual_dtype)
+      norm.residual_dtype = norm.residual.defined() ? norm.residual.scalar_type() : dtype;
+    if (memory_efficient) {
+      if (adds || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
+          norm.out_dtype.value_or(dtype) != dtype)
+        return false;
+    }
+    return !(norm.dropout_p < 0 || norm.dropout_p > 1);
+  }
+
+ private:
+  // Callers pass the options in the order of for_each_option(), perhaps not all: one pass over both lists reads them.
+  bool read_options(PyObject* const* values, PyObject* names) {
+    static const std::vector<PyObject*> known = [] {
+      std::vector<PyObject*> strings;
+      PythonCall().for_each_option(
+          [&](const char* name, auto&) { strings.push_back(PyUnicode_InternFromString(name)); });
+      return strings;
+    }();
+    const Py_ssize_t count = names ? PyTuple_GET_SIZE(names) : 0;
+    Py_ssize_t at = 0;
+    size_t option = 0;
+    bool is_read = true;
+    for_each_option([&](const char*, auto& value) {
+      if (at < count && PyTuple_GET_ITEM(names, at) == known[option]) is_read = is_read && read(values[at++], value);
+      ++option;
+    });
+    return is_read && at == count;
+  }
+
+  // A modulation narrower than x is widened by the fallback.
+  bool has_modulation_dtypes(at::ScalarType dtype) const {
+    const auto is_taken = [&](const Tensor& parameter) {
+      return !parameter.defined() || parameter.scalar_type() == dtype ||
+             (parameter.scalar_type() == at::kFloat && dtype != at::kDouble);
+    };
+    return is_taken(norm.weight) && is_taken(norm.bias) && (!norm.gate.defined() || norm.gate.scalar_type() == dtype);
+  }
+};
+
+// ---- calling ---------------------------------------------------------------------------------------------------------
+
+Tensor draw_philox(const Tensor& x) {
+  return at::randint(std::numeric_limits<int64_t>::max(), {2}, at::TensorOptions().dtype(at::kLong).device(x.device()));
+}
+
+Tensor mask_of(const NormCall& call) {
+  if (!call.philox.defined()) return at::ones(call.x.sizes(), call.x.options().dtype(at::kBool));
+  int64_t hidden_size = 1;
+  for (const int64_t size : call.x.sizes().slice(call.x.dim() - call.normalized_ndim)) hidden_size *= size;
+  const int64_t rows = hidden_size > 0 ? call.x.numel() / hidden_size : 0;
+  return dropout_mask(call.philox, rows, hidden_size, call.dropout_p).view(call.x.sizes());
+}
+
+// norm(x, residual, gate, weight, bias, **options), or NotImplemented if the kernels cannot take the tensors, or an
+// argument has another type or value than expected.
+PyObject* try_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  HANDLE_TH_ERRORS
+  PythonCall call;
+  NormCall& norm_call = call.norm;
+  if (!call.read_from(arguments, count, names) ||
+      !takes_kernel({norm_call.x, norm_call.residual, norm_call.gate, norm_call.weight, norm_call.bias}) ||
+      !call.resolve()) {
+    PyErr_Clear();
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  const bool is_recorded = wants_gradients(norm_call);
+  if (call.accumulate_grad && is_recorded)
+    for (const Tensor* parameter : {&norm_call.weight, &norm_call.bias})
+      if (parameter->defined() && parameter->requires_grad() && !main_grad_of(*parameter).defined())
+        Py_RETURN_NOTIMPLEMENTED;
+  NormResults results;
+  Tensor mask;
+  {
+    const py::gil_scoped_release without_gil;
+    if (norm_call.dropout_p > 0) {
+      check(norm_call);
+      norm_call.philox = draw_philox(norm_call.x);
+    }
+    const bool saves_y = call.memory_efficient && is_recorded && y_tells_x(norm_call);
+    results = norm(norm_call, saves_y, call.accumulate_grad && is_recorded);
+    if (call.return_dropout_mask) mask = mask_of(norm_call);
+  }
+  PyObject* y = THPVariable_Wrap(std::move(results.y));
+  if (!call.adds) return y;
+  PyObject* z = THPVariable_Wrap(std::move(results.z));
+  return call.return_dropout_mask ? Py_BuildValue("(NNN)", y, z, THPVariable_Wrap(std::move(mask)))
+                                  : Py_BuildValue("(NN)", y, z);
+  END_HANDLE_TH_ERRORS
+}
+
+// The same, with the fallback's result instead of NotImplemented.
+PyObject* norm_or_fallback(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  PyObject* found = try_norm(self, arguments, count, names);
+  if (found != Py_NotImplemented || !fallback) return found;
+  Py_DECREF(found);
+  return PyObject_Vectorcall(fallback, arguments, count, names);
+}
+
+// takes_kernel(*tensors) -> bool. None is ignored; subclasses and other objects are False.
+PyObject* py_takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Tensor tensor;
+    if (!read(arguments[i], tensor) || !takes_kernel({tensor})) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+template <class Function>
+PyCFunction as_method(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+PyMethodDef methods[] = {
+    {"norm", as_method(norm_or_fallback), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"try_norm", as_method(try_norm), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"takes_kernel", as_method(py_takes_kernel), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+std::vector<std::string> field_names(const NormOptions& options) {
+  std::vector<std::string> names;
+  NormOptions::for_each_option(options, [&](const char* name, const auto&) { names.emplace_back(name); });
+  return names;
+}
+
+}  // namespace
+}  // namespace fused_layernorm
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  namespace fln = fused_layernorm;
+  if (PyModule_AddFunctions(module.ptr(), fln::methods) != 0) throw py::error_already_set();
+  // fallback: called as norm(); reference_backward: as the operator norm_backward; watch_optimizers: without arguments
+  module.def("set_callbacks",
+             [](py::function fallback, py::function reference_backward, py::function watch_optimizers) {
+               Py_XSETREF(fln::fallback, fallback.release().ptr());
+               fln::set_reference_backward(reference_backward.ptr());
+               fln::set_watch_optimizers(watch_optimizers.ptr());
+             });
+  // Whether a memory_efficient call saves y, for tests
+  module.def("y_tells_x", [](const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                             const std::optional<at::Tensor>& bias, double weight_offset) {
+    fln::NormCall call;
+    call.x = x;
+    call.weight = weight.value_or(at::Tensor());
+    call.bias = bias.value_or(at::Tensor());
+    call.weight_offset = weight_offset;
+    return fln::y_tells_x(call);
+  });
+  module.def("count_optimizer_step", &fln::count_optimizer_step);
+  module.def("refuse_cuda_tensors", &fln::refuse_cuda_tensors);
+  module.attr("option_names") = fln::field_names({});
+  module.attr("activations") =
+      std::vector<std::string>(std::begin(fln::kActivationNames), std::end(fln::kActivationNames));
+  fln::name_node();
+}

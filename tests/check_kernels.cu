@@ -1,0 +1,785 @@
+// Checks the entry points of csrc/norm_params.h against a naive fp64 reference on the CPU. Needs norm_params.h and
+// philox.h only; no torch.
+//
+//   nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Icsrc -c csrc/cuda/FILE.cu -o build/FILE.o   (each file)
+//   nvcc -std=c++17 -O2 -arch=sm_90 -Icsrc tests/check_kernels.cu build/*.o -o build/check_kernels
+//   build/check_kernels [-v] [TEXT]
+//
+// TEXT: only cases whose name contains it; -v: one line for each case. Exits with 1 on a failure (one line each, up to
+// 200) and with 2 on a CUDA error. For the CPU kernels: -DFLN_CHECK_CPU -Xcompiler -fopenmp, and their object.
+//
+// Every case runs forward, then backward from forward's own results, with all memory poisoned by 0xff bytes (NaN), and
+// checks the results, the 64 bytes behind each result and behind the workspace, and that the first rows get the same
+// bits when fewer rows are given. The tolerance of each element follows from the absolute values of what was added up.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "norm_params.h"
+#include "philox.h"
+
+using namespace fused_layernorm;
+using Values = std::vector<double>;
+
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kPool = int64_t{3} << 29;
+constexpr int64_t kGuard = 64;
+char* pool = nullptr;
+int64_t used = 0;
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("CUDA error: %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(2);
+}
+#ifdef FLN_CHECK_CPU
+void make_pool() { pool = static_cast<char*>(aligned_alloc(256, kPool)); }
+void poison() { std::memset(pool, 0xff, used), used = 0; }
+void upload(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+void download(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+void finish(const char*) {}
+#else
+void make_pool() { check_cuda(cudaMalloc(&pool, kPool), "cudaMalloc"); }
+void poison() { check_cuda(cudaMemset(pool, 0xff, used), "poison"), used = 0; }
+void upload(void* to, const void* from, int64_t bytes) {
+  check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "upload");
+}
+void download(void* to, const void* from, int64_t bytes) {
+  check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "download");
+}
+void finish(const char* what) { check_cuda(cudaDeviceSynchronize(), what); }
+#endif
+char* take(int64_t bytes) {
+  char* found = pool + used;
+  used += (bytes + kGuard + 255) / 256 * 256;
+  if (used > kPool) std::printf("the pool is too small\n"), std::exit(2);
+  return found;
+}
+
+void put(char* at, DType dtype, double value) {
+  switch (dtype) {
+    case DType::kFloat16: {
+      const __half v = __float2half_rn(static_cast<float>(value));
+      std::memcpy(at, &v, 2);
+      break;
+    }
+    case DType::kBFloat16: {
+      const __nv_bfloat16 v = __float2bfloat16_rn(static_cast<float>(value));
+      std::memcpy(at, &v, 2);
+      break;
+    }
+    case DType::kFloat32: {
+      const float v = static_cast<float>(value);
+      std::memcpy(at, &v, 4);
+      break;
+    }
+    case DType::kFloat64: std::memcpy(at, &value, 8);
+  }
+}
+double get(const char* at, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16: {
+      __half v;
+      std::memcpy(&v, at, 2);
+      return __half2float(v);
+    }
+    case DType::kBFloat16: {
+      __nv_bfloat16 v;
+      std::memcpy(&v, at, 2);
+      return __bfloat162float(v);
+    }
+    case DType::kFloat32: {
+      float v;
+      std::memcpy(&v, at, 4);
+      return v;
+    }
+    default: {
+      double v;
+      std::memcpy(&v, at, 8);
+      return v;
+    }
+  }
+}
+double unit(DType dtype) {  // twice the rounding of a number near 1
+  return dtype == DType::kBFloat16  ? 0x1p-8
+         : dtype == DType::kFloat16 ? 0x1p-11
+         : dtype == DType::kFloat32 ? 0x1p-23
+                                    : 0x1p-52;
+}
+
+template <typename F>
+void parallel(int64_t count, F&& f) {
+  const int threads = std::max(1u, std::min(16u, std::thread::hardware_concurrency()));
+  std::atomic<int64_t> next{0};
+  std::vector<std::thread> pool;
+  for (int t = 0; t < threads; ++t)
+    pool.emplace_back([&] {
+      for (int64_t i; (i = next++) < count;) f(i);
+    });
+  for (auto& thread : pool) thread.join();
+}
+
+// About normal, from counters.
+double noise(uint64_t seed, uint64_t index) {
+  uint64_t h = (seed * 0x9e3779b97f4a7c15u) ^ (index * 0xd1342543de82ef95u);
+  double sum = 0;
+  for (int i = 0; i < 3; ++i) {
+    h ^= h >> 31, h *= 0xbf58476d1ce4e5b9u, h ^= h >> 29, h *= 0x94d049bb133111ebu, h ^= h >> 32;
+    sum += (h >> 11) * 0x1p-53;
+  }
+  return (sum - 1.5) * 2;
+}
+
+// ---- cases ---------------------------------------------------------------------------------------------------------
+
+struct Types {
+  DType x, residual, z, weight, y, go, gro, gw, gb, gg;
+};
+enum Layout { kDense, kPadded, kGroups, kExpandedGrad };
+struct Case {
+  std::string name;
+  Types t;
+  int64_t rows, n;
+  int segments = 0;
+  bool rms = false, has_weight = true, has_bias = true, load = false, has_residual = false, has_gate = false;
+  Activation activation = Activation::kNone;
+  bool drops_x = false, drops_y = false;
+  double p = 0.3, weight_offset = 0, eps = 1e-5;
+  bool has_gro = false, stats_grad = true, accumulate = false, z_is_y = false, save_stats = true;
+  bool wants_x = true, wants_residual = false, wants_weight = true, wants_bias = true, wants_gate = true;
+  Layout layout = kDense;
+};
+
+struct Tensor {
+  char* data = nullptr;
+  DType dtype = DType::kFloat32;
+  RowStrides strides{1, 0, 0};
+  Values values;  // [rows, n] as rounded
+};
+
+int failures = 0;
+bool verbose = false;
+
+// [rows, n] in memory as `layout` says; value(row, col).
+template <typename F>
+Tensor make_rows(DType dtype, int64_t rows, int64_t n, Layout layout, F&& value) {
+  Tensor t;
+  t.dtype = dtype;
+  const int bytes = dtype_bytes(dtype), vec = 16 / bytes;
+  const bool whole = n % vec == 0;
+  const int64_t pad = whole ? vec : 1, first = whole || layout == kDense ? 0 : 1;
+  t.strides = {rows, n, 0};
+  if (layout == kPadded) t.strides.row_stride = n + pad;
+  if (layout == kGroups && rows > 2) {
+    int64_t group = 2;
+    while (rows % group) ++group;
+    t.strides = {group, n + pad, group * (n + pad) + 2 * pad};
+  }
+  if (layout == kExpandedGrad) t.strides.row_stride = 0;
+  int64_t elements = first + n;
+  for (int64_t r = 0; r < rows; ++r) elements = std::max(elements, first + t.strides.offset(r) + n);
+  std::vector<char> host(elements * bytes, static_cast<char>(0xff));
+  t.values.resize(rows * n);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < n; ++c) {
+      char* at = &host[(first + t.strides.offset(r) + c) * bytes];
+      put(at, dtype, value(layout == kExpandedGrad ? 0 : r, c));
+      t.values[r * n + c] = get(at, dtype);
+    }
+  t.data = take(elements * bytes);
+  upload(t.data, host.data(), elements * bytes);
+  t.data += first * bytes;
+  return t;
+}
+
+struct Result {
+  char* data = nullptr;
+  DType dtype;
+  int64_t count = 0;
+
+  void make(DType of, int64_t elements) { dtype = of, count = elements, data = take(elements * dtype_bytes(of)); }
+  Values values(const Case& c, const char* name) const {
+    const int64_t bytes = count * dtype_bytes(dtype);
+    std::vector<char> host(bytes + kGuard);
+    download(host.data(), data, bytes + kGuard);
+    for (int64_t i = bytes; i < bytes + kGuard; ++i)
+      if (host[i] != static_cast<char>(0xff)) {
+        std::printf("FAIL %s: %s: written %ld bytes behind its end\n", c.name.c_str(), name,
+                    static_cast<long>(i - bytes));
+        ++failures;
+        break;
+      }
+    Values found(count);
+    for (int64_t i = 0; i < count; ++i) found[i] = get(&host[i * dtype_bytes(dtype)], dtype);
+    return found;
+  }
+};
+
+void fail(const Case& c, const std::string& text) {
+  if (failures++ < 200) std::printf("FAIL %s: %s\n", c.name.c_str(), text.c_str());
+}
+
+// |got - want| <= |want| * rounding of the result + error
+void compare(const Case& c, const char* name, const Result& result, const Values& want, const Values& error) {
+  if (!result.data) return;
+  const Values got = result.values(c, name);
+  const double u = unit(result.dtype), least = result.dtype == DType::kFloat16 ? 0x1p-24 : 1e-30;
+  int64_t bad = 0, at = -1;
+  double worst = 0;
+  for (int64_t i = 0; i < result.count; ++i) {
+    const double tolerance = std::fabs(want[i]) * u + error[i] + least, off = std::fabs(got[i] - want[i]);
+    if (off <= tolerance) continue;
+    ++bad;
+    const double ratio = std::isnan(off) ? 1e300 : off / tolerance;
+    if (ratio > worst) worst = ratio, at = i;
+  }
+  if (!bad) return;
+  char text[300];
+  std::snprintf(text, sizeof(text), "%s: %ld of %ld wrong, worst at [%ld, %ld]: got %.9g, want %.9g, tolerance %.3g",
+                name, static_cast<long>(bad), static_cast<long>(result.count), static_cast<long>(at / c.n),
+                static_cast<long>(at % c.n), got[at], want[at], std::fabs(want[at]) * u + error[at] + least);
+  fail(c, text);
+}
+
+void same_bits(const Case& c, const char* name, const Result& all, const Result& some, int64_t elements) {
+  if (!all.data || !some.data) return;
+  const int64_t bytes = elements * dtype_bytes(all.dtype);
+  std::vector<char> a(bytes), b(bytes);
+  download(a.data(), all.data, bytes);
+  download(b.data(), some.data, bytes);
+  if (std::memcmp(a.data(), b.data(), bytes)) fail(c, std::string(name) + ": other bits with fewer rows");
+}
+
+double activated(Activation a, double u) {
+  switch (a) {
+    case Activation::kRelu: return u > 0 ? u : 0;
+    case Activation::kGelu: return u * 0.5 * std::erfc(-u * 0.70710678118654752440);
+    case Activation::kGeluTanh: return 0.5 * u * (1 + std::tanh(0.79788456080286535588 * (u + 0.044715 * u * u * u)));
+    case Activation::kSilu: return u / (1 + std::exp(-u));
+    default: return u;
+  }
+}
+double slope(Activation a, double u) {
+  switch (a) {
+    case Activation::kRelu: return u > 0;
+    case Activation::kGelu:
+      return 0.5 * std::erfc(-u * 0.70710678118654752440) + u * 0.39894228040143267794 * std::exp(-0.5 * u * u);
+    case Activation::kGeluTanh: {
+      const double k = 0.79788456080286535588, t = std::tanh(k * (u + 0.044715 * u * u * u));
+      return 0.5 * (1 + t) + 0.5 * u * (1 - t * t) * k * (1 + 3 * 0.044715 * u * u);
+    }
+    case Activation::kSilu: {
+      const double s = 1 / (1 + std::exp(-u));
+      return s + u * s * (1 - s);
+    }
+    default: return 1;
+  }
+}
+
+constexpr int64_t kSeed = 1234567, kOffset = (int64_t{1} << 33) + 24;
+bool is_kept(const Case& c, int64_t row, int64_t col) {
+  const DropoutOctet octet(kSeed, dropout_where(kOffset, row), static_cast<uint32_t>(row),
+                           static_cast<uint32_t>(col / 8));
+  return octet.number(static_cast<int>(col % 4), col % 8 >= 4) > most_dropped(c.p);
+}
+
+template <typename P>
+auto set_has_load_stage(P& params, bool value, int) -> decltype(params.has_load_stage = value, void()) {
+  params.has_load_stage = value;
+}
+template <typename P>
+void set_has_load_stage(P&, bool, long) {}
+
+int run_forward(NormForwardParams& params) {
+#ifdef FLN_CHECK_CPU
+  launch_norm_forward_cpu(params);
+  return 0;
+#else
+  Result workspace;
+  const int64_t bytes = norm_forward_workspace_cuda(params);
+  if (bytes > 0) workspace.make(DType::kFloat64, (bytes + 7) / 8), params.workspace = workspace.data;
+  const int error = launch_norm_forward_cuda(params, nullptr);
+  if (bytes > 0) {
+    char guard[kGuard];
+    download(guard, workspace.data + bytes, kGuard);
+    for (char g : guard)
+      if (g != static_cast<char>(0xff)) {
+        std::printf("FAIL: forward wrote behind its workspace\n"), ++failures;
+        break;
+      }
+  }
+  return error;
+#endif
+}
+int run_backward(NormBackwardParams& params) {
+  Result workspace;
+#ifdef FLN_CHECK_CPU
+  const int64_t bytes = norm_backward_workspace_cpu(params);
+#else
+  const int64_t bytes = norm_backward_workspace_cuda(params);
+#endif
+  if (bytes > 0) workspace.make(DType::kFloat64, (bytes + 7) / 8), params.workspace = workspace.data;
+#ifdef FLN_CHECK_CPU
+  launch_norm_backward_cpu(params);
+  const int error = 0;
+#else
+  const int error = launch_norm_backward_cuda(params, nullptr);
+#endif
+  if (bytes > 0) {
+    char guard[kGuard];
+    download(guard, workspace.data + bytes, kGuard);
+    for (char g : guard)
+      if (g != static_cast<char>(0xff)) {
+        std::printf("FAIL: backward wrote behind its workspace\n"), ++failures;
+        break;
+      }
+  }
+  return error;
+}
+
+void run(const Case& c) {
+  if (verbose) std::printf("%s\n", c.name.c_str()), std::fflush(stdout);
+  poison();
+  const int64_t rows = c.rows, n = c.n, parts = std::max(c.segments, 1), rows_each = rows / parts;
+  const Types& t = c.t;
+  const bool is_double = t.x == DType::kFloat64;
+  const DType acc = is_double ? DType::kFloat64 : DType::kFloat32;
+  const double scale = dropout_scale(c.p);
+  const Layout in_layout = c.layout == kExpandedGrad ? kDense : c.layout;
+
+  const Tensor x = make_rows(t.x, rows, n, in_layout, [&](int64_t r, int64_t i) { return noise(1, r * n + i) + 0.5; });
+  Tensor residual, gate, weight, bias, gro;
+  if (c.has_residual)
+    residual = make_rows(t.residual, rows, n, in_layout,
+                         [&](int64_t r, int64_t i) { return 0.7 * noise(2, r * n + i) - 0.2; });
+  if (c.has_gro) gro = make_rows(t.gro, rows, n, in_layout, [&](int64_t r, int64_t i) { return noise(7, r * n + i); });
+  const auto parameter = [&](DType dtype, uint64_t seed, double mean, int64_t& stride) {
+    const int64_t vec = 16 / dtype_bytes(dtype), padded = (n + vec - 1) / vec * vec + vec;
+    stride = padded;
+    return make_rows(dtype, parts, padded, kDense, [&](int64_t r, int64_t i) {
+      const double v = mean + 0.3 * noise(seed, r * n + i);
+      return mean != 0 && std::fabs(v) < 0.25 ? 0.25 : v;  // z_is_y divides by weight
+    });
+  };
+  int64_t weight_stride = 0, gate_stride = 0;
+  if (c.has_bias) bias = parameter(t.weight, 4, c.activation == Activation::kNone ? 0.4 : 0.1, weight_stride);
+  if (c.has_weight) weight = parameter(t.weight, 3, 1.0, weight_stride);
+  if (c.has_gate) gate = parameter(t.x, 5, 0.8, gate_stride);
+  const int64_t philox[2] = {kSeed, kOffset};
+  char* philox_at = take(16);
+  upload(philox_at, philox, 16);
+
+  NormForwardParams f{};
+  const bool drops = c.drops_x || c.drops_y;
+  const auto set_stages = [&](NormStages& s) {
+    if (drops) s.dropout = {reinterpret_cast<const int64_t*>(philox_at), most_dropped(c.p), scale};
+    s.drops_y = c.drops_y;
+    s.activation = c.activation;
+    s.segments = c.segments;
+    s.weight_stride = weight_stride;
+    s.gate_stride = gate_stride;
+    s.weight_offset = c.has_weight ? c.weight_offset : 0;
+    s.is_rms_norm = c.rms;
+  };
+  set_stages(f);
+  Result y, z, rstd, mean, tail;
+  const auto make_forward = [&](int64_t rows) {
+    y = z = rstd = mean = tail = Result();
+    y.make(t.y, rows * n);
+    if (c.load) z.make(t.z, rows * n);
+    if (c.save_stats) {
+      rstd.make(acc, rows);
+      if (!c.rms) mean.make(acc, rows), tail.make(acc, rows);
+    }
+    f.y = y.data, f.residual_out = z.data, f.rstd = rstd.data, f.mean = mean.data, f.mean_tail = tail.data;
+    f.rows = rows;
+  };
+  f.x = x.data, f.residual = residual.data, f.gate = gate.data, f.weight = weight.data, f.bias = bias.data;
+  f.x_strides = x.strides, f.residual_strides = residual.strides;
+  f.hidden_size = n, f.eps = c.eps;
+  f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight,
+  f.y_dtype = t.y;
+  make_forward(rows);
+  if (const int error = run_forward(f)) return fail(c, "forward: CUDA error " + std::to_string(error));
+  finish(c.name.c_str());
+
+  // ---- reference, from the z that was stored
+  Values z_of = x.values, error(rows * n), x_hat(rows * n), u(rows * n), want(rows * n), rstds(rows), means(rows);
+  const double e_acc = is_double ? 1e-13 : 0x1p-22, e_sum = is_double ? 1e-12 : 0x1p-17;
+  if (c.load) {
+    parallel(rows, [&](int64_t r) {
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t at = r * n + i;
+        double v = c.has_gate ? gate.values[r / rows_each * gate_stride + i] * x.values[at] : x.values[at];
+        if (c.drops_x) v = is_kept(c, r, i) ? v * scale : 0;
+        const double skip = c.has_residual ? residual.values[at] : 0;
+        want[at] = skip + v;
+        error[at] = e_acc * (std::fabs(skip) + std::fabs(v));
+      }
+    });
+    compare(c, "residual_out", z, want, error);
+    z_of = z.values(c, "residual_out");
+  }
+  const auto w = [&](int64_t r, int64_t i) {
+    return c.has_weight ? weight.values[r / rows_each * weight_stride + i] + c.weight_offset : 1.0;
+  };
+  const auto b = [&](int64_t r, int64_t i) {
+    return c.has_bias ? bias.values[r / rows_each * weight_stride + i] : 0.0;
+  };
+  Values stat_error(rows), mean_error(rows);
+  parallel(rows, [&](int64_t r) {
+    double sum = 0, square = 0, absolute = 0;
+    for (int64_t i = 0; i < n; ++i) sum += z_of[r * n + i], absolute += std::fabs(z_of[r * n + i]);
+    const double m = c.rms ? 0 : sum / n;
+    for (int64_t i = 0; i < n; ++i) square += (z_of[r * n + i] - m) * (z_of[r * n + i] - m);
+    means[r] = m;
+    rstds[r] = 1 / std::sqrt(square / n + c.eps);
+    stat_error[r] = rstds[r] * e_sum;
+    mean_error[r] = e_sum * absolute / n;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = r * n + i;
+      x_hat[at] = (z_of[at] - m) * rstds[r];
+      u[at] = x_hat[at] * w(r, i) + b(r, i);
+      want[at] = activated(c.activation, u[at]);
+      error[at] =
+          e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) + std::fabs(b(r, i)));
+      if (c.drops_y) want[at] = is_kept(c, r, i) ? want[at] * scale : 0, error[at] *= scale;
+    }
+  });
+  compare(c, "y", y, want, error);
+  compare(c, "rstd", rstd, rstds, stat_error);
+  compare(c, "mean", mean, means, mean_error);
+  const Result y_all = y, z_all = z, rstd_all = rstd, mean_all = mean, tail_all = tail;
+  const int64_t fewer = std::max<int64_t>(1, rows / 3);
+  if (c.segments <= 1) {
+    make_forward(fewer);
+    if (const int error = run_forward(f)) return fail(c, "forward of fewer rows: CUDA error " + std::to_string(error));
+    finish(c.name.c_str());
+    same_bits(c, "y", y_all, y, fewer * n);
+    same_bits(c, "residual_out", z_all, z, fewer * n);
+    same_bits(c, "rstd", rstd_all, rstd, fewer);
+  }
+  if (!c.save_stats) return;
+
+  // ---- backward. grad_output correlates with x_hat and has a mean, so that c1 and c2 are seen
+  const Tensor go = make_rows(t.go, rows, n, c.layout, [&](int64_t r, int64_t i) {
+    return 0.4 + 0.6 * x_hat[r * n + i] + 0.5 * noise(6, r * n + i);
+  });
+  NormBackwardParams p{};
+  set_stages(p);
+  set_has_load_stage(p, c.load, 0);
+  p.grad_output = go.data, p.grad_output_strides = go.strides, p.grad_output_dtype = t.go;
+  p.grad_residual_out = gro.data, p.grad_residual_out_strides = gro.strides, p.grad_residual_out_dtype = t.gro;
+  p.z = c.z_is_y ? y_all.data : c.load ? z_all.data : x.data;
+  p.z_strides = c.z_is_y || c.load ? RowStrides{rows, n, 0} : x.strides;
+  p.z_dtype = c.z_is_y ? t.y : c.load ? t.z : t.x;
+  if (c.has_gate) p.x = x.data;
+  p.x_strides = x.strides;
+  p.gate = gate.data, p.weight = weight.data, p.bias = bias.data;
+  p.rstd = rstd_all.data, p.mean = c.z_is_y ? nullptr : mean_all.data, p.mean_tail = c.z_is_y ? nullptr : tail_all.data;
+  p.hidden_size = n;
+  p.x_dtype = t.x, p.residual_dtype = t.residual, p.weight_dtype = t.weight;
+  p.grad_gate_dtype = t.gg;
+  p.grad_weight_dtype = c.accumulate ? DType::kFloat32 : t.gw;
+  p.grad_bias_dtype = c.accumulate ? DType::kFloat32 : t.gb;
+  p.stats_grad = c.stats_grad, p.accumulate = c.accumulate, p.z_is_y = c.z_is_y;
+  Result grad_x, grad_residual, grad_gate, grad_weight, grad_bias;
+  Values start(parts * n);
+  for (int64_t i = 0; i < parts * n; ++i) start[i] = c.accumulate ? static_cast<float>(noise(9, i)) : 0;
+  const auto make_backward = [&](int64_t rows) {
+    grad_x = grad_residual = grad_gate = grad_weight = grad_bias = Result();
+    if (c.wants_x) grad_x.make(t.x, rows * n);
+    if (c.wants_residual) grad_residual.make(t.residual, rows * n);
+    if (c.has_gate && c.wants_gate) grad_gate.make(t.gg, parts * n);
+    if (c.has_weight && c.wants_weight) grad_weight.make(p.grad_weight_dtype, parts * n);
+    if (c.has_bias && c.wants_bias) grad_bias.make(p.grad_bias_dtype, parts * n);
+    for (const Result* sum : {&grad_weight, &grad_bias}) {
+      if (!c.accumulate || !sum->data) continue;
+      std::vector<float> host(start.begin(), start.end());
+      upload(sum->data, host.data(), 4 * parts * n);
+    }
+    p.grad_input = grad_x.data, p.grad_residual = grad_residual.data, p.grad_gate = grad_gate.data;
+    p.grad_weight = grad_weight.data, p.grad_bias = grad_bias.data;
+    p.rows = rows;
+  };
+  make_backward(rows);
+  if (const int error = run_backward(p)) return fail(c, "backward: CUDA error " + std::to_string(error));
+  finish(c.name.c_str());
+
+  // What intermediate results in a 16-bit z's dtype may cost
+  const DType zt = p.z_dtype;
+  const bool is_composed = dtype_bytes(zt) == 2 && t.go == zt &&
+                           (c.activation != Activation::kNone || drops || c.has_gate || c.z_is_y || c.load);
+  const double e = is_composed ? 2 * unit(zt) : is_double ? 1e-11 : 0x1p-15;
+  if (c.z_is_y) {
+    const Values y_of = y_all.values(c, "y");
+    for (int64_t at = 0; at < rows * n; ++at) x_hat[at] = (y_of[at] - b(at / n, at % n)) / w(at / n, at % n);
+  }
+  Values grad_u(rows * n), grad_z(rows * n), z_error(rows * n), want_x(rows * n), x_error(rows * n), u_error(rows * n);
+  parallel(rows, [&](int64_t r) {
+    double c1 = 0, c2 = 0, a1 = 0, a2 = 0, extra = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = r * n + i;
+      double g = go.values[at] * slope(c.activation, u[at]);
+      double most = std::fabs(go.values[at]);
+      if (c.drops_y) g = is_kept(c, r, i) ? g * scale : 0, most *= scale;
+      grad_u[at] = g;
+      // A relu whose u is about 0
+      u_error[at] = c.activation == Activation::kRelu && std::fabs(u[at]) < 1e-4
+                        ? most
+                        : e * (std::fabs(g) + 0.02 * (c.activation != Activation::kNone) * most);
+      const double wdy = w(r, i) * g;
+      c1 += x_hat[at] * wdy, c2 += wdy;
+      a1 += std::fabs(x_hat[at] * wdy), a2 += std::fabs(wdy);
+      extra += std::fabs(w(r, i)) * u_error[at] * (1 + std::fabs(x_hat[at]));
+    }
+    const double on = c.stats_grad;
+    c1 *= on / n, a1 *= on / n, c2 *= c.rms ? 0 : on / n, a2 *= c.rms ? 0 : on / n, extra *= on / n;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = r * n + i;
+      const double wdy = w(r, i) * grad_u[at], skip = c.has_gro ? gro.values[at] : 0, h = std::fabs(x_hat[at]);
+      grad_z[at] = (wdy - x_hat[at] * c1 - c2) * rstds[r] + skip;
+      z_error[at] = rstds[r] * (std::fabs(w(r, i)) * u_error[at] + e * (std::fabs(wdy) + h * a1 + a2) +
+                                (1 + h) * extra * 0.25 + e_sum * (1 + std::fabs(means[r]) * rstds[r]) * a1) +
+                    e * std::fabs(skip);
+      double factor = c.has_gate ? gate.values[r / rows_each * gate_stride + i] : 1;
+      if (c.drops_x) factor = is_kept(c, r, i) ? factor * scale : 0;
+      want_x[at] = factor * grad_z[at];
+      x_error[at] = std::fabs(factor) * (z_error[at] + (is_composed && c.has_gate ? e * std::fabs(grad_z[at]) : 0));
+    }
+  });
+  compare(c, "grad_input", grad_x, want_x, x_error);
+  compare(c, "grad_residual", grad_residual, grad_z, z_error);
+  Values sums[3], errors[3];
+  for (int k = 0; k < 3; ++k) sums[k] = k < 2 ? start : Values(parts * n), errors[k].resize(parts * n);
+  parallel(parts * ((n + 63) / 64), [&](int64_t job) {
+    const int64_t part = job / ((n + 63) / 64), first = job % ((n + 63) / 64) * 64;
+    for (int64_t i = first; i < std::min(first + 64, n); ++i)
+      for (int64_t r = part * rows_each; r < (part + 1) * rows_each; ++r) {
+        const int64_t at = r * n + i, to = part * n + i;
+        // x_hat of one element is 0, or what rounding y left
+        if (n == 1 && !c.rms) errors[0][to] += std::fabs(grad_u[at] * x_hat[at]);
+        sums[0][to] += grad_u[at] * x_hat[at],
+            errors[0][to] +=
+            u_error[at] * std::fabs(x_hat[at]) + e * std::fabs(grad_u[at]) * (0.01 + std::fabs(x_hat[at]));
+        sums[1][to] += grad_u[at], errors[1][to] += u_error[at];
+        double xs = x.values[at];
+        if (c.has_gate && c.drops_x) xs = is_kept(c, r, i) ? xs * scale : 0;
+        sums[2][to] += xs * grad_z[at], errors[2][to] += std::fabs(xs) * (z_error[at] + e * std::fabs(grad_z[at]));
+      }
+  });
+  compare(c, "grad_weight", grad_weight, sums[0], errors[0]);
+  compare(c, "grad_bias", grad_bias, sums[1], errors[1]);
+  compare(c, "grad_gate", grad_gate, sums[2], errors[2]);
+  if (c.segments <= 1 && (c.wants_x || c.wants_residual)) {
+    const Result all_x = grad_x, all_residual = grad_residual;
+    make_backward(fewer);
+    if (const int error = run_backward(p))
+      return fail(c, "backward of fewer rows: CUDA error " + std::to_string(error));
+    finish(c.name.c_str());
+    same_bits(c, "grad_input", all_x, grad_x, fewer * n);
+    same_bits(c, "grad_residual", all_residual, grad_residual, fewer * n);
+  }
+}
+
+void check_mask() {
+  Case c;
+  c.name = "dropout_mask", c.rows = 37, c.n = 1003;
+  poison();
+  const int64_t philox[2] = {kSeed, kOffset};
+  char* at = take(16);
+  upload(at, philox, 16);
+  char* mask = take(c.rows * c.n);
+  const DropoutMaskParams params{reinterpret_cast<uint8_t*>(mask),
+                                 c.rows,
+                                 c.n,
+                                 {reinterpret_cast<const int64_t*>(at), most_dropped(c.p), dropout_scale(c.p)}};
+#ifdef FLN_CHECK_CPU
+  launch_dropout_mask_cpu(params);
+#else
+  if (launch_dropout_mask_cuda(params, nullptr)) return fail(c, "not launched");
+#endif
+  finish("mask");
+  std::vector<uint8_t> found(c.rows * c.n);
+  download(found.data(), mask, c.rows * c.n);
+  for (int64_t i = 0; i < c.rows * c.n; ++i)
+    if (found[i] != is_kept(c, i / c.n, i % c.n)) return fail(c, "wrong at " + std::to_string(i));
+}
+
+// ---- the list ------------------------------------------------------------------------------------------------------
+
+constexpr DType kF16 = DType::kFloat16, kBf16 = DType::kBFloat16, kF32 = DType::kFloat32, kF64 = DType::kFloat64;
+struct NamedTypes {
+  const char* name;
+  Types t;
+};
+//                              x      residual z    weight y     go     gro    gw     gb     gg
+const NamedTypes kTypes[] = {
+    {"bf16", {kBf16, kBf16, kBf16, kBf16, kBf16, kBf16, kBf16, kBf16, kBf16, kBf16}},
+    {"fp16", {kF16, kF16, kF16, kF16, kF16, kF16, kF16, kF16, kF16, kF16}},
+    {"fp32", {kF32, kF32, kF32, kF32, kF32, kF32, kF32, kF32, kF32, kF32}},
+    {"fp64", {kF64, kF64, kF64, kF64, kF64, kF64, kF64, kF64, kF64, kF64}},
+    {"bf16/w32", {kBf16, kBf16, kBf16, kF32, kBf16, kBf16, kBf16, kF32, kF32, kF32}},
+    {"bf16/z32", {kBf16, kF32, kF32, kBf16, kBf16, kBf16, kF32, kBf16, kBf16, kBf16}},
+    {"fp16/z32/w32", {kF16, kF32, kF32, kF32, kF16, kF16, kF32, kF32, kF32, kF16}},
+    {"bf16/r16/z32/y32", {kBf16, kBf16, kF32, kF32, kF32, kF32, kF32, kF32, kF32, kF32}},
+    {"bf16/y32", {kBf16, kBf16, kBf16, kBf16, kF32, kF32, kBf16, kF32, kBf16, kF64}},
+    {"fp32/y16", {kF32, kF32, kF32, kF32, kBf16, kBf16, kF32, kBf16, kF64, kF32}},
+    {"fp16/r32/z16/go64", {kF16, kF32, kF16, kF16, kF64, kF64, kBf16, kF16, kF32, kF16}},
+    {"bf16/go fp16", {kBf16, kBf16, kBf16, kF32, kF16, kF16, kF16, kF32, kBf16, kBf16}},
+    {"fp64/y32", {kF64, kF64, kF64, kF64, kF32, kF32, kBf16, kF64, kF32, kF64}},
+};
+constexpr int kTypeCount = sizeof(kTypes) / sizeof(kTypes[0]);
+
+struct Feature {
+  const char* name;
+  void (*apply)(Case&);
+};
+const Feature kFeatures[] = {
+    {"plain", [](Case&) {}},
+    {"plain, padded rows", [](Case& c) { c.layout = kPadded; }},
+    {"plain, groups, weight_offset", [](Case& c) { c.layout = kGroups, c.weight_offset = 1; }},
+    {"no parameters", [](Case& c) { c.has_weight = c.has_bias = false; }},
+    {"no bias, grad_weight alone", [](Case& c) { c.has_bias = false, c.wants_x = false; }},
+    {"no weight, expanded grad", [](Case& c) { c.has_weight = false, c.layout = kExpandedGrad; }},
+    {"stats_grad=False", [](Case& c) { c.stats_grad = false; }},
+    {"accumulate", [](Case& c) { c.accumulate = true; }},
+    {"no stats", [](Case& c) { c.save_stats = false; }},
+    {"grad_x alone", [](Case& c) { c.wants_weight = c.wants_bias = false; }},
+    {"residual", [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true; }},
+    {"residual, padded, no grad_residual_out",
+     [](Case& c) { c.load = c.has_residual = c.wants_residual = true, c.layout = kPadded; }},
+    {"residual, x alone, groups", [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.layout = kGroups; }},
+    {"residual alone",
+     [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true, c.wants_x = false; }},
+    {"load without residual", [](Case& c) { c.load = c.has_gro = true; }},
+    {"dropout of x", [](Case& c) { c.load = c.drops_x = true; }},
+    {"residual, dropout of x",
+     [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = c.drops_x = true; }},
+    {"gate", [](Case& c) { c.load = c.has_gate = c.has_residual = c.has_gro = c.wants_residual = true; }},
+    {"gate, no grad_gate", [](Case& c) { c.load = c.has_gate = c.has_residual = true, c.wants_gate = false; }},
+    {"gate, accumulate, no residual", [](Case& c) { c.load = c.has_gate = c.accumulate = true; }},
+    {"gate alone wanted",
+     [](Case& c) { c.load = c.has_gate = c.has_residual = true, c.wants_x = c.wants_weight = c.wants_bias = false; }},
+    {"gate, dropout of x", [](Case& c) { c.load = c.has_gate = c.has_residual = c.drops_x = c.wants_residual = true; }},
+    {"segments", [](Case& c) { c.segments = 4; }},
+    {"segments, offset, padded", [](Case& c) { c.segments = 3, c.weight_offset = 1, c.layout = kPadded; }},
+    {"segments across groups", [](Case& c) { c.segments = 2, c.rows = 12, c.layout = kGroups; }},
+    {"segments, gate, residual",
+     [](Case& c) { c.segments = 4, c.load = c.has_gate = c.has_residual = c.has_gro = c.wants_residual = true; }},
+    {"segments, accumulate", [](Case& c) { c.segments = 4, c.accumulate = true; }},
+    {"segments, gate without weight",
+     [](Case& c) { c.segments = 4, c.load = c.has_gate = true, c.has_weight = c.has_bias = false; }},
+    {"segments, from y", [](Case& c) { c.segments = 4, c.z_is_y = true; }},
+    {"per-row weight", [](Case& c) { c.segments = -1; }},
+    {"per-row weight, gate, residual",
+     [](Case& c) {
+       c.segments = -1, c.load = c.has_gate = c.has_residual = c.has_gro = c.wants_residual = true, c.weight_offset = 1;
+     }},
+    {"per-row gate without weight",
+     [](Case& c) { c.segments = -1, c.load = c.has_gate = true, c.has_weight = c.has_bias = false; }},
+    {"per-row weight, from y", [](Case& c) { c.segments = -1, c.z_is_y = true; }},
+    {"per-row weight, accumulate", [](Case& c) { c.segments = -1, c.accumulate = true; }},
+    {"relu", [](Case& c) { c.activation = Activation::kRelu; }},
+    {"gelu", [](Case& c) { c.activation = Activation::kGelu; }},
+    {"gelu_tanh, no bias, padded",
+     [](Case& c) { c.activation = Activation::kGeluTanh, c.has_bias = false, c.layout = kPadded; }},
+    {"silu, no weight, no stats",
+     [](Case& c) { c.activation = Activation::kSilu, c.has_weight = false, c.save_stats = false; }},
+    {"silu, stats_grad=False", [](Case& c) { c.activation = Activation::kSilu, c.stats_grad = false; }},
+    {"dropout of y", [](Case& c) { c.drops_y = true; }},
+    {"gelu, dropout of y, accumulate",
+     [](Case& c) { c.activation = Activation::kGelu, c.drops_y = c.accumulate = true; }},
+    {"residual, gelu",
+     [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true, c.activation = Activation::kGelu; }},
+    {"residual, silu, dropout of y, padded",
+     [](Case& c) {
+       c.load = c.has_residual = c.has_gro = c.drops_y = true, c.activation = Activation::kSilu, c.layout = kPadded;
+     }},
+    {"dropout of x, relu",
+     [](Case& c) { c.load = c.has_residual = c.drops_x = c.wants_residual = true, c.activation = Activation::kRelu; }},
+    {"gate, gelu_tanh, dropout of y",
+     [](Case& c) { c.load = c.has_gate = c.has_residual = c.drops_y = true, c.activation = Activation::kGeluTanh; }},
+    {"residual, gelu, no stats",
+     [](Case& c) { c.load = c.has_residual = true, c.activation = Activation::kGelu, c.save_stats = false; }},
+    {"from y", [](Case& c) { c.z_is_y = true; }},
+    {"from y, offset, no bias", [](Case& c) { c.z_is_y = true, c.has_bias = false, c.weight_offset = 1; }},
+    {"from y, no weight, columns alone", [](Case& c) { c.z_is_y = true, c.has_weight = false, c.wants_x = false; }},
+};
+
+void add_case(std::vector<Case>& cases, const NamedTypes& types, const Feature& feature, int64_t n, int64_t rows,
+              bool rms) {
+  Case c;
+  c.t = types.t, c.n = n, c.rows = rows, c.rms = rms;
+  feature.apply(c);
+  if (c.segments > 0) c.rows = std::max<int64_t>(c.rows / c.segments, 1) * c.segments;
+  if (c.segments < 0) c.segments = static_cast<int>(c.rows);
+  if (c.layout == kGroups && !(c.segments == 2)) c.rows = std::max<int64_t>(c.rows / 6, 1) * 6;
+  if (c.segments == 2 && c.layout == kGroups) c.rows = 6;  // three groups of two: the boundary is within one
+  if (!c.load) c.t.z = c.t.residual = c.t.x;
+  if (c.z_is_y) c.t.y = c.t.x;
+  if (n == 1 && !rms && !c.stats_grad) return;  // the torch layer's
+  if (n <= 3 && !rms) c.eps = 1e-2;
+  c.name = std::string(rms ? "RMS " : "LN ") + types.name + " " + std::to_string(c.rows) + " x " + std::to_string(n) +
+           ": " + feature.name;
+  cases.push_back(c);
+}
+
+int main(int argc, char** argv) {
+  std::string only;
+  for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "-v")
+      verbose = true;
+    else
+      only = argv[i];
+  }
+  make_pool();
+  used = kPool;
+  poison();
+  std::vector<Case> cases;
+  int turn = 0;
+  for (const int64_t n : {1, 3, 8, 64, 257, 768, 1024, 1025, 1536, 4096, 4097, 8192, 20000, 40000, 131072, 300000})
+    for (const Feature& feature : kFeatures) {
+      const int64_t rows = std::clamp<int64_t>(40000 / n, 2, 37);
+      // A few dtypes each; every pair of dtypes and feature comes up at some size
+      const int count = n > 100000 ? 1 : 3;
+      for (int k = 0; k < count; ++k, turn += 1)
+        add_case(cases, kTypes[(turn * 5 + k) % kTypeCount], feature, n, rows, turn % 2);
+    }
+  // Enough rows for persistent blocks, rows in turns, finalized partial sums
+  const struct {
+    int64_t n, rows;
+  } many[] = {{1, 5000},    {3, 4001},   {64, 3001},  {257, 4200}, {768, 1600}, {1024, 1100},
+              {1025, 1100}, {2048, 600}, {4096, 270}, {8192, 140}, {20000, 60}};
+  for (const auto& size : many)
+    for (size_t f = 0; f < sizeof(kFeatures) / sizeof(kFeatures[0]); ++f)
+      if (++turn % 3 == 0) add_case(cases, kTypes[turn / 3 % kTypeCount], kFeatures[f], size.n, size.rows, turn % 2);
+  {
+    const Feature turns{"64 segments in turns", [](Case& c) { c.segments = 64, c.weight_offset = 1; }};
+    add_case(cases, kTypes[0], turns, 768, 9216, false);
+    add_case(cases, kTypes[2], turns, 64, 40960, true);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  int count = 0;
+  for (const Case& c : cases) {
+    if (!only.empty() && c.name.find(only) == std::string::npos) continue;
+    run(c);
+    ++count;
+  }
+  if (only.empty()) check_mask();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::printf("%d cases, %d failures, %.1f s\n", count, failures, seconds);
+  return failures > 0;
+}
