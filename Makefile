@@ -28,7 +28,7 @@ PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pyt
 BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
-BUILD_INPUTS := $(wildcard csrc/* csrc/*/*) setup.py pyproject.toml fused_layernorm/_toolchain.py fused_layernorm/_source_hash.py
+BUILD_INPUTS := $(wildcard csrc/* csrc/*/*) setup.py pyproject.toml $(wildcard fused_layernorm/_build/*.py)
 CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu examples/*/csrc/*)
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py

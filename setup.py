@@ -4,7 +4,7 @@ Environment variables:
   USE_CUDA=0                leave the CUDA kernels out
   FORCE_CUDA=1              fail, rather than build without the CUDA kernels
   DEBUG=1                   -O0 -g, device code with -G
-  TORCH_CUDA_ARCH_LIST      such as "9.0" or "8.0;9.0+PTX"; default: the visible cards, or DEFAULT_ARCHS (_toolchain.py)
+  TORCH_CUDA_ARCH_LIST      such as "9.0" or "8.0;9.0+PTX"; default: the visible cards, or toolchain.DEFAULT_ARCHS
   CUDA_HOME                 the CUDA toolkit; default: found from nvcc on PATH, /usr/local/cuda, the nvidia packages
   MAX_JOBS                  compilers that run at once (with ninja; default: one a core)
   FUSED_LAYERNORM_PTXAS=1   print the registers and spills of every kernel
@@ -28,8 +28,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_source_hash.py"))["source_hash"]
-toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_toolchain.py")))
+source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "source_hash.py"))["source_hash"]
+toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "toolchain.py")))
 
 CannotBuild = toolchain.CannotBuild
 COMMON = {"license": "BSD-3-Clause", "install_requires": ["torch>=2.11"]}

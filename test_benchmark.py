@@ -885,7 +885,7 @@ def environment():
     """What a record of anything needs to be repeated; benchmarks/record_tests.py uses it too. COMMIT in the environment
     names the commit where the sources were copied without their repository."""
     import fused_layernorm
-    from fused_layernorm._source_hash import source_hash
+    from fused_layernorm._build.source_hash import source_hash
 
     commit = os.environ.get("COMMIT")
     if (

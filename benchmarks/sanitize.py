@@ -253,9 +253,9 @@ def make_calls(calls, until):
 
 def find(name):
     """A tool of the CUDA toolkit; triton brings some along."""
-    from fused_layernorm import _toolchain
+    from fused_layernorm._build import toolchain
 
-    folders = [home / "bin" for home, _ in _toolchain.find_toolkits()]
+    folders = [home / "bin" for home, _ in toolchain.find_toolkits()]
     folders += [Path(folder) / "triton" / "backends" / "nvidia" / "bin" for folder in sys.path]
     found = shutil.which(name) or next((str(f / name) for f in folders if (f / name).exists()), None)
     if not found:
@@ -272,12 +272,12 @@ def kernels(light):
     the numbers of those that launch one that none before did."""
     from torch.profiler import ProfilerActivity, profile
 
-    from fused_layernorm import _ops
+    from fused_layernorm import _backend
 
     def plain(name):
         return name.replace(" ", "")  # demanglers differ in blanks
 
-    entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _ops.extension.__file__))
+    entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _backend.extension.__file__))
     compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
     ours, launched, needed = {plain(name) for name in compiled}, set(), []
     calls = list_calls(light)

@@ -2,8 +2,9 @@
 
 __version__ = "0.1.0"
 
-from . import _ops, _source_hash
-from ._jit import build
+from . import _backend
+from ._build import source_hash
+from ._build.jit import build
 from ._profile import ProfileReport, profile
 from .functional import (
     fused_adaptive_layer_norm,
@@ -41,10 +42,10 @@ __all__ = [
 
 def backend() -> str:
     """Which kernels this process loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch operations)."""
-    return _ops.backend
+    return _backend.backend
 
 
 def include_dir() -> str:
     """The include folder of cuda/vector_io.cuh, cuda/reduce.cuh and cuda/dispatch.cuh, for kernels of your own
     (docs/extending.md)."""
-    return str(_source_hash.CSRC)
+    return str(source_hash.CSRC)

@@ -13,14 +13,15 @@ import sys
 
 import torch
 
-from . import __version__, _ops, _toolchain, profile
-from ._source_hash import source_hash
+from . import __version__, _backend, profile
+from ._build import toolchain
+from ._build.source_hash import source_hash
 
 
 def visible_cards() -> list[dict]:
     if not torch.cuda.is_available():
         return []
-    archs = (_ops.build_info or {}).get("arch_list") or ""
+    archs = (_backend.build_info or {}).get("arch_list") or ""
     cards = []
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
@@ -28,7 +29,7 @@ def visible_cards() -> list[dict]:
             {
                 "name": torch.cuda.get_device_name(index),
                 "capability": f"{major}.{minor}",
-                "covered": _toolchain.covers(archs, (major, minor)) if _toolchain.parse_archs(archs) else None,
+                "covered": toolchain.covers(archs, (major, minor)) if toolchain.parse_archs(archs) else None,
             }
         )
     return cards
@@ -37,20 +38,20 @@ def visible_cards() -> list[dict]:
 def driver_version() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
-    printed = _toolchain.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    printed = toolchain.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return printed.splitlines()[0].strip() if printed.strip() else None
 
 
 def diagnose() -> dict:
-    build = _ops.build_info
+    build = _backend.build_info
     now = source_hash()
     cards = visible_cards()
-    problems = [_ops.problem] if _ops.problem else []
+    problems = [_backend.problem] if _backend.problem else []
     for card in cards:
         if card["covered"] is False:
             problems.append(
                 f"the kernels were compiled for {build['arch_list']}, which does not run on {card['name']} "
-                f"({card['capability']}): set TORCH_CUDA_ARCH_LIST={card['capability']} and run {_ops.MEND}"
+                f"({card['capability']}): set TORCH_CUDA_ARCH_LIST={card['capability']} and run {_backend.MEND}"
             )
     # Not an error: the sources are here because someone works on them.
     stale = bool(build and now and build["csrc_hash"] != now)
@@ -62,15 +63,15 @@ def diagnose() -> dict:
         "torch_cuda": torch.version.cuda,
         "driver": driver_version(),
         "cards": cards,
-        "backend": _ops.backend,
-        "reason": _ops.reason,
-        "extension": getattr(_ops.extension, "__file__", None),
+        "backend": _backend.backend,
+        "reason": _backend.reason,
+        "extension": getattr(_backend.extension, "__file__", None),
         "build": build,
         "csrc_hash_now": now,
         "sources_changed_since_build": stale,
-        "toolkits": [{"home": str(home), "nvcc": version} for home, version in _toolchain.find_toolkits()],
-        "compiler": _toolchain.find_cxx(),
-        "compiler_problem": _toolchain.cxx_problem(),
+        "toolkits": [{"home": str(home), "nvcc": version} for home, version in toolchain.find_toolkits()],
+        "compiler": toolchain.find_cxx(),
+        "compiler_problem": toolchain.cxx_problem(),
         "problems": problems,
     }
 

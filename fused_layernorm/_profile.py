@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import _ops
+from . import _backend
 from .replace import ReplaceReport, _is_norm, replace_norms
 
 
@@ -65,7 +65,9 @@ class ProfileReport:
             ),
         ]
         lines = [f"{name:<38}{before:>12}{after:>12}   {note}".rstrip() for name, before, after, note in rows]
-        return "\n".join([f"on {self.device}, backend {_ops.backend}", str(self.norms), "", *lines, "", self.verdict])
+        return "\n".join(
+            [f"on {self.device}, backend {_backend.backend}", str(self.norms), "", *lines, "", self.verdict]
+        )
 
 
 def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.0) -> ProfileReport:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_layernorm import _toolchain, replace_norms, restore_norms
+from fused_layernorm import replace_norms, restore_norms
+from fused_layernorm._build import toolchain
 
 DEVICES = [
     "cpu",
@@ -34,12 +35,12 @@ def build_environment(device):
     """Environment variables for a process that compiles an extension for `device`; skips the test where none can."""
     # ninja may lie beside Python without being on PATH.
     environment = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
-    if _toolchain.cxx_problem() or not shutil.which("ninja", path=environment["PATH"]):
-        pytest.skip(f"needs a compiler and ninja: {_toolchain.cxx_problem() or 'no ninja'}")
+    if toolchain.cxx_problem() or not shutil.which("ninja", path=environment["PATH"]):
+        pytest.skip(f"needs a compiler and ninja: {toolchain.cxx_problem() or 'no ninja'}")
     if device == "cpu":  # on a machine with a card, too
         return environment | {"USE_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}
     # torch takes the folder above the nvcc on PATH for the toolkit, which may be a script elsewhere.
-    toolkits = _toolchain.find_toolkits()
+    toolkits = toolchain.find_toolkits()
     return environment | ({"CUDA_HOME": str(toolkits[0][0])} if toolkits else {})
 
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 import fused_layernorm
 from fused_layernorm import (
+    _backend,
     _ops,
     functional,
     fused_adaptive_layer_norm,
@@ -55,7 +56,7 @@ NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="torch sees no CUDA device")
 def through(route):
     """Calls of the library inside go this way: "node" (plain eager mode), "function" (NormFunction), "operator" or
     "reference" (_ops.path_of)."""
-    if route == "node" or _ops.extension is None:
+    if route == "node" or _backend.extension is None:
         yield
         return
     ways = {"norm": functional._norm, "try_norm": _ops.not_implemented}
@@ -406,7 +407,7 @@ def ones(*shape, dtype=fp32, device="cpu"):
 
 
 def uses_kernels(device):
-    return fused_layernorm._ops.has_kernels_for(torch.device(device).type)
+    return fused_layernorm._backend.has_kernels_for(torch.device(device).type)
 
 
 # ---- running a norm ------------------------------------------------------------------------------------------------
@@ -798,7 +799,7 @@ class Fusion(Sample):
     def is_composed(self, device):
         """Whether z and what becomes of its gradient are PyTorch operations."""
         of_stages = self.kind == "add" and self.route != "reference" and self.rounding == "torch"
-        return not (of_stages and _ops.has_kernels_for(torch.device(device).type))
+        return not (of_stages and _backend.has_kernels_for(torch.device(device).type))
 
     @property
     def norm(self):

@@ -18,8 +18,9 @@ import torch
 from checks import build_environment
 
 import fused_layernorm
-from fused_layernorm import _jit, _ops, _toolchain
-from fused_layernorm._source_hash import source_hash
+from fused_layernorm import _backend, _ops
+from fused_layernorm._build import jit, toolchain
+from fused_layernorm._build.source_hash import source_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("fused_layernorm_cuda", "fused_layernorm_cpu")
@@ -71,7 +72,7 @@ def fake(tmp_path, monkeypatch):
 def load_silently(choice: str = "auto"):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return _ops._load(choice, strict=False)
+        return _backend._load(choice, strict=False)
 
 
 # ---- which backend ---------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def test_choice_by_hand(fake):
     assert load_silently("cpu").extension.__name__ == "fused_layernorm_cpu"
     assert load_silently("reference").extension is None
     with pytest.raises(ImportError, match="auto, cuda, cpu or reference, got 'gpu'"):
-        _ops._load("gpu", strict=False)
+        _backend._load("gpu", strict=False)
 
 
 def test_choice_of_cpu_is_content_with_the_cpu_kernels_of_the_cuda_extension(fake):
@@ -121,7 +122,7 @@ def test_choice_of_cpu_is_content_with_the_cpu_kernels_of_the_cuda_extension(fak
 @pytest.mark.parametrize("choice", ["cuda", "cpu"])
 def test_choice_that_cannot_be_had_raises(fake, choice):
     with pytest.raises(ImportError, match=f"FUSED_LAYERNORM_BACKEND={choice}, but"):
-        _ops._load(choice, strict=False)
+        _backend._load(choice, strict=False)
 
 
 # ---- an extension that does not fit ----------------------------------------------------------------------------------
@@ -139,13 +140,13 @@ def test_choice_that_cannot_be_had_raises(fake, choice):
 def test_built_for_another_torch(fake, version, cuda, told):
     fake("fused_layernorm_cpu", record("fused_layernorm_cpu", version, cuda), "raise SystemExit('it was loaded')")
     with pytest.warns(RuntimeWarning) as caught:
-        loaded = _ops._load("auto", strict=False)
+        loaded = _backend._load("auto", strict=False)
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert told in message and f"but this is torch {torch.__version__}" in message and _ops.MEND in message
+    assert told in message and f"but this is torch {torch.__version__}" in message and _backend.MEND in message
     assert loaded.backend == "reference" and loaded.extension is None and told in loaded.problem
     with pytest.raises(ImportError, match="FUSED_LAYERNORM_STRICT=1"):
-        _ops._load("auto", strict=True)
+        _backend._load("auto", strict=True)
 
 
 @pytest.mark.parametrize("version", ["{}.99", "{}.0.dev20260101", "{}.99+cu999"])
@@ -161,8 +162,8 @@ def test_another_patch_version_of_torch_fits(fake, version):
 def test_broken_extension(fake, content):
     fake("fused_layernorm_cpu", record("fused_layernorm_cpu"), content)
     with pytest.warns(RuntimeWarning, match="fused_layernorm_cpu cannot be used: it does not load") as caught:
-        loaded = _ops._load("auto", strict=False)
-    assert len(caught) == 1 and _ops.MEND in str(caught[0].message)
+        loaded = _backend._load("auto", strict=False)
+    assert len(caught) == 1 and _backend.MEND in str(caught[0].message)
     assert loaded.backend == "reference" and loaded.problem
 
 
@@ -181,7 +182,7 @@ def test_cuda_kernels_lost_on_a_cuda_torch_are_told(fake, monkeypatch):
     fake("fused_layernorm_cuda", record("fused_layernorm_cuda", cuda="12.8"))
     fake("fused_layernorm_cpu", record("fused_layernorm_cpu", cuda="13.0"))
     with pytest.warns(RuntimeWarning, match="CUDA 12.8.*CUDA 13.0.*CUDA tensors run on the slower"):
-        loaded = _ops._load("auto", strict=False)
+        loaded = _backend._load("auto", strict=False)
     assert loaded.backend == "cpu" and loaded.problem
 
 
@@ -189,24 +190,24 @@ def test_cuda_kernels_lost_on_a_cuda_torch_are_told(fake, monkeypatch):
 
 
 def test_attributes_agree():
-    assert _ops.backend in ("cuda", "cpu", "reference")
-    assert (_ops.extension is None) == (_ops.backend == "reference") == (_ops.norm_forward is None)
-    assert _ops.has_kernels_for("cpu") == (_ops.backend != "reference")
-    assert _ops.has_kernels_for("cuda") == (_ops.backend == "cuda")
-    assert not _ops.has_kernels_for("meta")
+    assert _backend.backend in ("cuda", "cpu", "reference")
+    assert (_backend.extension is None) == (_backend.backend == "reference") == (_ops.norm_forward is None)
+    assert _backend.has_kernels_for("cpu") == (_backend.backend != "reference")
+    assert _backend.has_kernels_for("cuda") == (_backend.backend == "cuda")
+    assert not _backend.has_kernels_for("meta")
 
 
 def test_reference_warning_comes_once(monkeypatch):
-    monkeypatch.setattr(_ops, "_may_warn", True)
+    monkeypatch.setattr(_backend, "_may_warn", True)
     with pytest.warns(RuntimeWarning, match="no compiled kernels for cuda tensors.*PyTorch reference") as caught:
-        _ops.warn_reference("cuda")
-        _ops.warn_reference("cuda")
+        _backend.warn_reference("cuda")
+        _backend.warn_reference("cuda")
     assert len(caught) == 1
 
 
 def test_reference_warning_names_the_line_of_the_user(monkeypatch):
     monkeypatch.setattr(_ops, "norm", fused_layernorm.functional._norm)
-    monkeypatch.setattr(_ops, "_KERNEL_DEVICES", ())
+    monkeypatch.setattr(_backend, "KERNEL_DEVICES", ())
     x = torch.randn(2, 4)
     for call in (
         lambda: fused_layernorm.fused_layer_norm(x, normalized_shape=4),
@@ -214,7 +215,7 @@ def test_reference_warning_names_the_line_of_the_user(monkeypatch):
         lambda: torch.nn.Sequential(fused_layernorm.FusedLayerNorm(4))(x),
         lambda: fused_layernorm.fused_add_rms_norm(x, x, torch.ones(4)),
     ):
-        monkeypatch.setattr(_ops, "_may_warn", True)
+        monkeypatch.setattr(_backend, "_may_warn", True)
         with pytest.warns(RuntimeWarning, match="no compiled kernels for cpu tensors") as caught:
             call()
         assert [warning.filename for warning in caught] == [__file__]
@@ -229,7 +230,7 @@ def test_diagnosis():
     result = run_python("-m", "fused_layernorm", "--json")
     found = json.loads(result.stdout)
     assert result.returncode == (1 if found["problems"] else 0), result.stderr
-    assert found["torch"] == torch.__version__ and found["backend"] == _ops.backend and found["reason"]
+    assert found["torch"] == torch.__version__ and found["backend"] == _backend.backend and found["reason"]
     assert found["csrc_hash_now"] == source_hash()
     printed = run_python("-m", "fused_layernorm")
     assert printed.returncode == result.returncode
@@ -246,14 +247,14 @@ def test_diagnosis_of_a_broken_backend(tmp_path):
     )
     result = run_python("-c", code, FUSED_LAYERNORM_BACKEND="")
     assert result.returncode == 1
-    assert "PROBLEM:" in result.stdout and "undefined symbol" in result.stdout and _ops.MEND in result.stdout
+    assert "PROBLEM:" in result.stdout and "undefined symbol" in result.stdout and _backend.MEND in result.stdout
     assert result.stderr.count("RuntimeWarning") == 1 and "Traceback" not in result.stderr
 
 
 def test_environment_variables_reach_the_loader():
     result = run_python("-c", "import fused_layernorm; print(fused_layernorm.backend())", FUSED_LAYERNORM_BACKEND="no")
     assert result.returncode != 0 and "FUSED_LAYERNORM_BACKEND must be" in result.stderr
-    code = "import fused_layernorm._ops as ops; print(ops.backend, ops.norm_forward)"
+    code = "from fused_layernorm import _ops, backend; print(backend(), _ops.norm_forward)"
     assert run_python("-c", code, FUSED_LAYERNORM_BACKEND="reference").stdout.split() == ["reference", "None"]
 
 
@@ -274,13 +275,13 @@ def test_environment_variables_reach_the_loader():
     ],
 )
 def test_choice_of_architectures(cards, supported, chosen):
-    assert _toolchain.choose_archs(cards, supported) == chosen
-    assert all(_toolchain.covers(chosen, card) for card in cards)
+    assert toolchain.choose_archs(cards, supported) == chosen
+    assert all(toolchain.covers(chosen, card) for card in cards)
 
 
 def test_card_too_old_for_nvcc():
     with pytest.raises(ValueError, match=r"7\.0.*begins at 7\.5"):
-        _toolchain.choose_archs([(7, 0)], NVCC_13)
+        toolchain.choose_archs([(7, 0)], NVCC_13)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_card_too_old_for_nvcc():
     ],
 )
 def test_covers(arch_list, card, covered):
-    assert _toolchain.covers(arch_list, card) is covered
+    assert toolchain.covers(arch_list, card) is covered
 
 
 # ---- setup.py --------------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def setup_py():
 
 
 def test_compiler_flags():
-    flags = _toolchain.compiler_flags()
+    flags = toolchain.compiler_flags()
     everything = " ".join(flags["cxx"] + flags["nvcc"])
     for unwanted in ("arch", "native", "fast_math", "fast-math", "-std", "-Ofast"):
         assert unwanted not in everything
@@ -322,39 +323,39 @@ def test_compiler_flags():
 def test_line_info_is_opt_in(monkeypatch):
     monkeypatch.delenv("FUSED_LAYERNORM_LINEINFO", raising=False)
     monkeypatch.delenv("DEBUG", raising=False)
-    assert "-lineinfo" not in _toolchain.compiler_flags()["nvcc"]
+    assert "-lineinfo" not in toolchain.compiler_flags()["nvcc"]
     monkeypatch.setenv("FUSED_LAYERNORM_LINEINFO", "1")
-    assert "-lineinfo" in _toolchain.compiler_flags()["nvcc"]
+    assert "-lineinfo" in toolchain.compiler_flags()["nvcc"]
     monkeypatch.setenv("DEBUG", "1")  # -G, beside which nvcc ignores -lineinfo with a warning
-    assert "-lineinfo" not in _toolchain.compiler_flags()["nvcc"]
+    assert "-lineinfo" not in toolchain.compiler_flags()["nvcc"]
 
 
 @pytest.mark.parametrize("nvcc_help", ["--compress-mode [default,size]", ""], ids=["12.8", "12.6"])
 def test_device_code_is_compressed_where_nvcc_can(monkeypatch, nvcc_help):
     monkeypatch.delenv("DEBUG", raising=False)
-    monkeypatch.setattr(_toolchain, "output_of", lambda *command: nvcc_help)
-    assert ("--compress-mode=size" in _toolchain.compiler_flags(Path("/opt/cuda"))["nvcc"]) == bool(nvcc_help)
+    monkeypatch.setattr(toolchain, "output_of", lambda *command: nvcc_help)
+    assert ("--compress-mode=size" in toolchain.compiler_flags(Path("/opt/cuda"))["nvcc"]) == bool(nvcc_help)
 
 
 def test_nvcc_of_another_major_version(monkeypatch):
-    monkeypatch.setattr(_toolchain, "find_toolkits", lambda: [(Path("/opt/cuda-12"), "12.8"), (Path("/c13"), "13.2")])
-    assert _toolchain.choose_toolkit("13.0") == (Path("/c13"), "13.2")
+    monkeypatch.setattr(toolchain, "find_toolkits", lambda: [(Path("/opt/cuda-12"), "12.8"), (Path("/c13"), "13.2")])
+    assert toolchain.choose_toolkit("13.0") == (Path("/c13"), "13.2")
     with pytest.raises(
-        _toolchain.CannotBuild, match=r"nvcc is of CUDA 12\.8 \(/opt/cuda-12\).*for CUDA 11\.8.*set CUDA_HOME"
+        toolchain.CannotBuild, match=r"nvcc is of CUDA 12\.8 \(/opt/cuda-12\).*for CUDA 11\.8.*set CUDA_HOME"
     ):
-        _toolchain.choose_toolkit("11.8")
-    monkeypatch.setattr(_toolchain, "find_toolkits", lambda: [])
-    with pytest.raises(_toolchain.CannotBuild, match=r"no CUDA compiler.*CUDA 13\.0.*CUDA_HOME"):
-        _toolchain.choose_toolkit("13.0")
+        toolchain.choose_toolkit("11.8")
+    monkeypatch.setattr(toolchain, "find_toolkits", lambda: [])
+    with pytest.raises(toolchain.CannotBuild, match=r"no CUDA compiler.*CUDA 13\.0.*CUDA_HOME"):
+        toolchain.choose_toolkit("13.0")
 
 
 def test_architecture_that_nvcc_does_not_know(monkeypatch):
-    monkeypatch.setattr(_toolchain, "nvcc_archs", lambda home: NVCC_13)
+    monkeypatch.setattr(toolchain, "nvcc_archs", lambda home: NVCC_13)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0;9.0")
     with pytest.raises(SystemExit, match=r"does not compile for 7\.0; it knows 7\.5"):
-        _toolchain.set_arch_list(torch, Path("/c13"))
+        toolchain.set_arch_list(torch, Path("/c13"))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
-    assert _toolchain.set_arch_list(torch, Path("/c13")) == "9.0+PTX"
+    assert toolchain.set_arch_list(torch, Path("/c13")) == "9.0+PTX"
 
 
 @pytest.mark.parametrize(
@@ -370,9 +371,9 @@ def test_wheel_of_one_torch(setup_py, version, cuda, tag, requirement):
 
 def test_record_of_a_build_keeps_its_neighbours(setup_py, tmp_path):
     (tmp_path / "a.so").touch()
-    _toolchain.write_build_info(tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
+    toolchain.write_build_info(tmp_path, {"a.so": {"torch": "1"}, "gone.so": {"torch": "2"}}, None)
     assert setup_py["earlier_builds"](tmp_path) == {"a.so": {"torch": "1"}}
-    assert _ops._build_record(tmp_path).get("NOT_BUILT", 0) is None
+    assert _backend._build_record(tmp_path).get("NOT_BUILT", 0) is None
     assert setup_py["earlier_builds"](tmp_path / "nowhere") == {}
 
 
@@ -386,13 +387,13 @@ def test_source_hash(tmp_path):
     assert source_hash(tmp_path) == first
     (tmp_path / "b.h").rename(tmp_path / "c.h")
     assert source_hash(tmp_path) != first
-    printed = run_python(str(ROOT / "fused_layernorm" / "_source_hash.py")).stdout.strip()
+    printed = run_python(str(ROOT / "fused_layernorm" / "_build" / "source_hash.py")).stdout.strip()
     assert printed == source_hash(ROOT / "csrc")
 
 
 # ---- build() and FUSED_LAYERNORM_JIT=1 -------------------------------------------------------------------------------
 
-# An extension that compiles in seconds, in place of the real one: what _ops.py takes from it, and nothing else.
+# An extension that compiles in seconds, in place of the real one: what the package takes from it, and nothing else.
 SMALL_EXTENSION = """
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
@@ -430,12 +431,12 @@ def not_built(tmp_path_factory):
     return run
 
 
-SHOW = "import fused_layernorm as f; print(f.backend(), getattr(f._ops.extension, '__file__', None))"
+SHOW = "import fused_layernorm as f; print(f.backend(), getattr(f._backend.extension, '__file__', None))"
 
 
 def test_jit(not_built):
     """The stations of one cache folder, in order: each is where the one before has left it."""
-    library = not_built.folder / "cache" / _jit.cache_folder().name / NAMES[1] / f"{NAMES[1]}.so"
+    library = not_built.folder / "cache" / jit.cache_folder().name / NAMES[1] / f"{NAMES[1]}.so"
     source = not_built.folder / "csrc" / "small.cpp"
     library.parent.mkdir(parents=True)
     (library.parent / "lock").touch()  # torch's, of a build that was killed: torch waits for ever while it is there
@@ -460,21 +461,21 @@ def test_jit_that_fails(fake, monkeypatch):
     def build():
         raise RuntimeError("no ninja")
 
-    monkeypatch.setattr(_jit, "build", build)
+    monkeypatch.setattr(jit, "build", build)
     assert load_silently().backend == "reference"  # nobody asked for it to be compiled
     with pytest.warns(RuntimeWarning, match="FUSED_LAYERNORM_JIT=1: no ninja"):
-        assert _ops._load("auto", strict=False, compile_missing=True).backend == "reference"
+        assert _backend._load("auto", strict=False, compile_missing=True).backend == "reference"
     with pytest.raises(ImportError, match="FUSED_LAYERNORM_JIT=1: no ninja"):
-        _ops._load("auto", strict=True, compile_missing=True)
+        _backend._load("auto", strict=True, compile_missing=True)
     fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "csrc_hash": "of others"})
     with pytest.warns(RuntimeWarning, match="What there is without it is used"):
-        assert _ops._load("auto", strict=False, compile_missing=True).backend == "cpu"  # better stale than none
+        assert _backend._load("auto", strict=False, compile_missing=True).backend == "cpu"  # better stale than none
 
 
 def test_recipe_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(_toolchain, "find_cxx", lambda: None)
-    with pytest.raises(_toolchain.CannotBuild, match=r"no C\+\+ compiler was found"):
-        _toolchain.recipe(torch, ROOT / "csrc")
+    monkeypatch.setattr(toolchain, "find_cxx", lambda: None)
+    with pytest.raises(toolchain.CannotBuild, match=r"no C\+\+ compiler was found"):
+        toolchain.recipe(torch, ROOT / "csrc")
 
 
 def test_sources_come_with_the_package(tmp_path):
@@ -494,29 +495,29 @@ def test_stale_extension_is_compiled_anew(fake, monkeypatch):
 
     def build():
         built.append(True)
-        path = _jit.library("fused_layernorm_cpu")
+        path = jit.library("fused_layernorm_cpu")
         path.parent.mkdir(parents=True)
         path.write_text("norm_forward = norm_backward = len\n")
         name = {path.name: {**record("fused_layernorm_cpu"), "csrc_hash": source_hash()}}
-        _toolchain.write_build_info(path.parent, name, None)
+        toolchain.write_build_info(path.parent, name, None)
 
-    monkeypatch.setattr(_jit, "build", build)
-    monkeypatch.setattr(_jit, "library", lambda name: fake.folder / "cache" / name / f"{name}.py")
+    monkeypatch.setattr(jit, "build", build)
+    monkeypatch.setattr(jit, "library", lambda name: fake.folder / "cache" / name / f"{name}.py")
     fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "csrc_hash": "of others"})
     assert Path(load_silently().extension.__file__).parent == fake.folder and not built  # not asked for: used as it is
     sys.modules.pop("fused_layernorm_cpu")
-    loaded = _ops._load("auto", strict=True, compile_missing=True)
+    loaded = _backend._load("auto", strict=True, compile_missing=True)
     assert Path(loaded.extension.__file__).parent == fake.folder / "cache" / "fused_layernorm_cpu" and len(built) == 1
     sys.modules.pop("fused_layernorm_cpu")
-    _ops._load("auto", strict=True, compile_missing=True)
+    _backend._load("auto", strict=True, compile_missing=True)
     assert len(built) == 1  # the next import finds it
 
 
 def test_fresh_extension_is_not_compiled_anew(fake, monkeypatch):
-    monkeypatch.setattr(_jit, "build", lambda: pytest.fail("it was compiled"))
+    monkeypatch.setattr(jit, "build", lambda: pytest.fail("it was compiled"))
     name = NAMES[torch.version.cuda is None]
     fake(name, {**record(name), "csrc_hash": source_hash()})
-    assert _ops._load("auto", strict=True, compile_missing=True).extension.__name__ == name
+    assert _backend._load("auto", strict=True, compile_missing=True).extension.__name__ == name
 
 
 # ---- what is shipped -------------------------------------------------------------------------------------------------
@@ -581,9 +582,9 @@ def test_sdist_holds_what_a_build_and_the_tests_need(sources):
     assert not [name for name in names if name.endswith((".so", ".pyc")) or "_build_info" in name]
 
 
-@pytest.mark.skipif(_ops.extension is None, reason="no extension here")
+@pytest.mark.skipif(_backend.extension is None, reason="no extension here")
 def test_extension_names_no_folder_of_the_machine_that_built_it():
-    if _ops.build_info is None or _ops.build_info["debug"]:
+    if _backend.build_info is None or _backend.build_info["debug"]:
         pytest.skip("of a build for debugging, or one without a record")
-    content = Path(_ops.extension.__file__).read_bytes()
+    content = Path(_backend.extension.__file__).read_bytes()
     assert str(ROOT / "csrc").encode() not in content

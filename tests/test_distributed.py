@@ -197,7 +197,7 @@ def check_dtensor(device, rank, world_size, mesh_shape):
 
     mesh = dist.init_device_mesh(device, mesh_shape)
     replicated = [Replicate()] * mesh.ndim
-    kernels = fused_layernorm._ops.has_kernels_for(device)
+    kernels = fused_layernorm._backend.has_kernels_for(device)
     if mesh.ndim == 1:
         splits, parameters = [[Shard(0)], [Shard(1)], [Replicate()]], [(1, True), (2, True), (1, False)]
     else:
@@ -290,7 +290,7 @@ def check_add_dtensor(device, rank, world_size):
         with CommDebugMode() as communication:
             results = fused_add_rms_norm(*leaves)
             gradients = torch.autograd.grad(results[used], leaves, distributed)
-        if fused_layernorm._ops.has_kernels_for(device):
+        if fused_layernorm._backend.has_kernels_for(device):
             assert all(list(t.placements) == placement for t in (*results, *gradients[:2]))
             assert list(gradients[2].placements) == [Replicate() if split is None else Partial()]
             assert communication.get_total_counts() == 0
@@ -338,7 +338,7 @@ def check_stages_dtensor(device, rank, world_size):
         with CommDebugMode() as communication:
             y = call(*leaves)
             gradients = torch.autograd.grad(y, leaves, distributed)
-        if fused_layernorm._ops.has_kernels_for(device):
+        if fused_layernorm._backend.has_kernels_for(device):
             assert communication.get_total_counts() == 0, name
             for t, gradient in zip(leaves, gradients, strict=True):
                 is_summed = split is not None and t.placements == (Replicate(),)

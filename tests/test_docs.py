@@ -34,7 +34,7 @@ def literal(node):
 
 
 def python_strings():
-    for path in [*ROOT.glob("fused_layernorm/*.py"), ROOT / "setup.py"]:
+    for path in [*ROOT.glob("fused_layernorm/**/*.py"), ROOT / "setup.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.JoinedStr, ast.Constant)):
                 yield literal(node)
@@ -42,7 +42,7 @@ def python_strings():
 
 def python_errors():
     """The messages of all errors that the package and its build raise; not those that only hand on what they caught."""
-    for path in [*ROOT.glob("fused_layernorm/*.py"), ROOT / "setup.py"]:
+    for path in [*ROOT.glob("fused_layernorm/**/*.py"), ROOT / "setup.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 message = literal(node.exc.args[0])

@@ -63,6 +63,7 @@ from fused_layernorm import (
     FusedAddRMSNorm,
     FusedLayerNorm,
     FusedRMSNorm,
+    _backend,
     _ops,
     compat,
     functional,
@@ -326,7 +327,7 @@ def test_mask_without_dropout(device, case):
 @on_devices("op,path", [(op, path) for op in OPS for path in ("node", "operator")])
 def test_add_in_the_graph(device, op, path):
     """names, edges and hooks of the node; residual_out changed in place is an error, what is not saved may change"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("composed of PyTorch operations")
     x, residual = (torch.randn(6, 50, device=device, requires_grad=True) for _ in range(2))
     weight = torch.randn(50, device=device, requires_grad=True)
@@ -357,7 +358,7 @@ def test_add_in_the_graph(device, op, path):
 @on_devices("op,dropout_p", [(op, p) for op in OPS for p in (0.0, 0.3)], devices=("cpu",))
 def test_add_compiled_autograd(device, op, dropout_p):
     """compiled autograd (backend aot_eager), in one graph: the same gradients"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("composed of PyTorch operations")
     case = Add((6, 50), op=op, dtype=bf16, residual=bf16, dropout_p=dropout_p)
     tensors, grad_y, grad_z = add_inputs(case, device)
@@ -378,7 +379,7 @@ def test_add_compiled_autograd(device, op, dropout_p):
 @on_devices("op", OPS, devices=("cpu",))
 def test_add_profiler(device, op):
     """a profile shows the call and its backward"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("composed of PyTorch operations")
     x = torch.randn(3, 8, requires_grad=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -390,7 +391,7 @@ def test_add_profiler(device, op):
 @on_devices("op", OPS)
 def test_add_saves_z_alone(device, op):
     """neither x nor residual nor a mask is kept for backward"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("composed of operations that save what they save")
     x, residual = (torch.randn(64, 128, device=device, requires_grad=True) for _ in range(2))
     weight = torch.ones(128, device=device, requires_grad=True)
@@ -521,7 +522,7 @@ def test_signature(name):
 @on_devices("case", [case for case in FEW_ADDS if case.op == "layer_norm"])
 def test_add_opcheck(device, case):
     """schema, autograd registration, fake tensors, AOT dispatch"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("no kernel has the stage")
     tensors, grad_y, grad_z = add_inputs(case, device)
     leaves = [None if t is None else t.requires_grad_() for t in tensors.values()]
@@ -750,7 +751,7 @@ def test_dropout_in_a_cuda_graph(device, place):
 @on_devices("place", PLACES)
 def test_no_mask_is_saved(device, place):
     """what is saved for dropout is 16 bytes"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("PyTorch operations save a mask")
     x = torch.randn(64, 64, device=device, requires_grad=True)
     saved = []
@@ -890,7 +891,7 @@ def activates_and_drops(device, op, dtype, activation, p, given, rows, hidden_si
 def test_activation_of_every_number(device, activation, dtype):
     """of every 16-bit number, as the bias of a norm whose weight is 0: within half a unit of the result and 4e-7, its
     derivative and 5e-6"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("PyTorch's activations")
     t = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
     t = t[~t.isinf()]
@@ -964,11 +965,11 @@ def test_stages_and_threads(device, op, dtype):
         assert same_bits(fewer[0], found[0][0][:2]) and same_bits(fewer[1], found[0][1][:2])
 
 
-@pytest.mark.skipif(_ops.extension is None, reason="no extension")
+@pytest.mark.skipif(_backend.extension is None, reason="no extension")
 def test_activations_of_the_extension():
     """the extension has the activations that the functions have"""
-    assert tuple(_ops.extension.activations) == reference.ACTIVATION_NAMES
-    assert tuple(_ops.extension.option_names) == reference.Options._fields
+    assert tuple(_backend.extension.activations) == reference.ACTIVATION_NAMES
+    assert tuple(_backend.extension.option_names) == reference.Options._fields
 
 
 # ---- modulation ------------------------------------------------------------------------------------------------------
@@ -1064,7 +1065,7 @@ def modulated_parts(device, op, dtype, residual_dtype, parts):
 ], devices=("cpu",))  # fmt: skip
 def test_modulation_of_each_token(device, op, dtype, residual_dtype):
     """on the CPU part of the kernel: the bits of as many samples of one token, whatever the number of threads"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("no kernels here")
     torch.manual_seed(0)
     x, scale, shift, grad_y = (torch.randn(2, 1100, 40).to(dtype) for _ in range(4))
@@ -1194,7 +1195,7 @@ def gated_parts(device, op, dtype, residual_dtype, tokens, hidden_size):
 @on_devices("op", OPS)
 def test_operators_with_all_stages(device, op):
     """norm_forward and norm_backward with an activation, dropout of y, a gate: opcheck, compile, double backward"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("no kernels here")
     torch.compiler.reset()
     tensors = [torch.randn(2, 9, 16, device=device, requires_grad=True) for _ in range(2)]
@@ -1332,7 +1333,7 @@ def test_tangents_in_backward(device, op):
 @on_devices("op", OPS)
 def test_what_a_gate_saves(device, op):
     """x and z of x's size, not residual, which may change before backward"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("PyTorch operations save what they save")
     x, residual = torch.randn(2, 2, 3, 8, device=device).unbind()
     rows = torch.randn(3, 2, 8, device=device).requires_grad_()
@@ -1412,7 +1413,7 @@ def test_dynamic_sizes(device, op):
 @on_devices("op", OPS)
 def test_modulated_parts_as_operator(device, op):
     """the operator with a weight for each part of the rows: opcheck, compile, double backward, what it refuses"""
-    if not _ops.has_kernels_for(device):
+    if not _backend.has_kernels_for(device):
         pytest.skip("no kernels here")
     torch.compiler.reset()
     x = torch.randn(2, 9, 16, device=device, requires_grad=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import _source_hash, _toolchain
+from . import source_hash, toolchain
 
 NAMES = ("fused_layernorm_cuda", "fused_layernorm_cpu")
 
@@ -47,8 +47,8 @@ def build(*, verbose: bool = False) -> str:
         RuntimeError: it cannot be compiled here; the message says why.
     """
     # In a process of its own, since torch loads what it has compiled, and this one may have an extension loaded.
-    code = f"from fused_layernorm import _jit; _jit.compile_extension({verbose})"
-    package = str(Path(__file__).resolve().parent.parent)
+    code = f"from fused_layernorm._build import jit; jit.compile_extension({verbose})"
+    package = str(Path(__file__).resolve().parent.parent.parent)
     environment = os.environ | {
         "FUSED_LAYERNORM_JIT": "0",
         "FUSED_LAYERNORM_BACKEND": "reference",
@@ -93,11 +93,11 @@ def compile_extension(verbose: bool) -> None:
     stdout = os.dup(1)
     os.dup2(2, 1)  # torch and ninja write there
     try:
-        recipe = _toolchain.recipe(torch, _source_hash.CSRC)
-    except _toolchain.CannotBuild as error:
+        recipe = toolchain.recipe(torch, source_hash.CSRC)
+    except toolchain.CannotBuild as error:
         raise SystemExit(str(error)) from None
     if not recipe["sources"]:
-        raise SystemExit(f"the sources are not in {_source_hash.CSRC}")
+        raise SystemExit(f"the sources are not in {source_hash.CSRC}")
     from torch.utils import cpp_extension
 
     if not cpp_extension.is_ninja_available():
@@ -115,13 +115,13 @@ def compile_extension(verbose: bool) -> None:
             extra_cflags=recipe["flags"]["cxx"],
             extra_cuda_cflags=recipe["flags"].get("nvcc"),
             extra_ldflags=link,
-            extra_include_paths=[str(_source_hash.CSRC)],
+            extra_include_paths=[str(source_hash.CSRC)],
             build_directory=str(target.parent),
             with_cuda=recipe["cuda"] is not None,
             verbose=verbose,
         )
-        record = recipe["record"] | {"csrc_hash": _source_hash.source_hash()}
-        _toolchain.write_build_info(target.parent, {target.name: record}, None)
+        record = recipe["record"] | {"csrc_hash": source_hash.source_hash()}
+        toolchain.write_build_info(target.parent, {target.name: record}, None)
     os.write(stdout, str(target).encode())
 
 

@@ -286,7 +286,7 @@ def recipe(torch, csrc: Path) -> dict:
 
 
 def write_build_info(folder: Path, builds: dict, not_built: str | None) -> None:
-    """fused_layernorm/_build_info.py under `folder`: what _ops.py checks before it loads an extension."""
+    """fused_layernorm/_build_info.py under `folder`: what _backend.py checks before it loads an extension."""
     path = folder / "fused_layernorm" / "_build_info.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(

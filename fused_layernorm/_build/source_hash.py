@@ -1,12 +1,12 @@
 """The fingerprint of csrc/: which kernel sources a build, a test run or a recorded benchmark belongs to.
 
-Needs neither torch nor the package: setup.py loads it by path; `python fused_layernorm/_source_hash.py` prints it.
+Needs neither torch nor the package: setup.py loads it by path; `python fused_layernorm/_build/source_hash.py` prints it.
 """
 
 import hashlib
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 # Installed, the sources lie in the package (setup.py puts them there); in the source folder, beside it.
 CSRC = _PACKAGE / "csrc" if (_PACKAGE / "csrc").exists() else _PACKAGE.parent / "csrc"
 

@@ -1,0 +1,210 @@
+"""The sole importer of the compiled extension: finds, checks and loads it, and warns where there is none.
+
+`backend` is "cuda" (fused_layernorm_cuda: CUDA and CPU kernels), "cpu" (CPU kernels only) or "reference" (PyTorch
+operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
+the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
+An extension that build() left in torch's cache is tried after one that is installed; FUSED_LAYERNORM_JIT=1 compiles it
+there if neither fits (_build/jit.py).
+"""
+
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch  # before the extension: its libraries are what the extension is linked against
+
+from ._build import jit, source_hash, toolchain
+
+# In a source folder in place, as an extension there goes before one in site-packages.
+_IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
+MEND = f"pip install --no-build-isolation --force-reinstall --no-deps {'-e ' if _IN_SOURCES else ''}."
+_MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_layernorm, or call fused_layernorm.build().'
+
+
+class _Loaded(NamedTuple):
+    extension: Any  # the module, or None
+    backend: str  # "cuda", "cpu", "reference"
+    reason: str  # why this backend
+    build_info: dict | None  # what setup.py recorded about the extension
+    problem: str | None  # an extension is there but does not work: which one, why, how to mend it
+
+
+def _describe(version: str, cuda: str | None) -> str:
+    return f"torch {version} (CUDA {cuda})" if cuda else f"torch {version} (CPU)"
+
+
+def _mismatch(info: dict) -> str | None:
+    """Why an extension with this build record cannot be loaded into this process, or None."""
+
+    def key(version: str, cuda: str | None) -> tuple:
+        return version.split("+")[0].split(".")[:2], cuda and cuda.split(".")[0]
+
+    if key(info["torch"], info["torch_cuda"]) == key(torch.__version__, torch.version.cuda):
+        return None
+    return (
+        f"it was built for {_describe(info['torch'], info['torch_cuda'])}, "
+        f"but this is {_describe(torch.__version__, torch.version.cuda)}"
+    )
+
+
+def _build_record(folder: Path) -> dict:
+    """What setup.py wrote for the build in `folder`: BUILDS (by file name of an extension), NOT_BUILT (why none)."""
+    path = folder / "fused_layernorm" / "_build_info.py"
+    return runpy.run_path(str(path)) if path.exists() else {}
+
+
+def _installed(name: str) -> Any:
+    """The spec of an extension that was installed, or None."""
+    spec = importlib.util.find_spec(name)
+    return spec if spec is not None and spec.origin is not None else None
+
+
+def _compiled_here(name: str) -> Any:
+    """The spec of an extension that build() left in torch's cache, or None. One of other sources is no extension."""
+    path = jit.library(name)
+    if not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location(name, path)
+    info = _record_of(spec)
+    return spec if info and info["csrc_hash"] == source_hash.source_hash() else None
+
+
+def _record_of(spec) -> dict | None:
+    # The record lies beside the extension, which need not be beside this file: running from a source folder that is
+    # not installed, Python takes the package from there and the extension from site-packages.
+    origin = Path(spec.origin)
+    return _build_record(origin.parent).get("BUILDS", {}).get(origin.name)
+
+
+def _try_extension(spec, must_be_fresh: bool = False) -> tuple[Any, dict | None, str | None]:
+    """(module, build record, why it does not work)."""
+    info = _record_of(spec)
+    failure = _mismatch(info) if info else None
+    if failure is None and must_be_fresh and info and info.get("csrc_hash") != source_hash.source_hash():
+        failure = "its sources have changed since it was built"
+    if failure is None:
+        try:
+            module = sys.modules.get(spec.name)
+            if module is None:
+                module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            return module, info, None
+        except (ImportError, OSError) as error:
+            sys.modules.pop(spec.name, None)
+            failure = f"it does not load ({error})"
+    return None, info, f"{spec.name} cannot be used: {failure}"
+
+
+def _needs_compiling(choice: str) -> bool:
+    """Whether FUSED_LAYERNORM_JIT=1 has something to do: nothing that is there was made of these sources for this
+    torch, or what is there leaves out CUDA where build() was never asked."""
+    for name in jit.NAMES[1:] if choice == "cpu" else jit.NAMES:
+        if _compiled_here(name):
+            return False
+        spec = _installed(name)
+        info = spec and _record_of(spec)
+        fits = info and not _mismatch(info) and info["csrc_hash"] == source_hash.source_hash()
+        if fits and (name == jit.NAMES[0] or choice == "cpu" or torch.version.cuda is None):
+            return False
+    return True
+
+
+def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
+    """Pick a backend; `choice` is "auto" or a backend that must be had. Warns about an extension that is broken."""
+    if choice not in ("auto", "cuda", "cpu", "reference"):
+        raise ImportError(f"FUSED_LAYERNORM_BACKEND must be auto, cuda, cpu or reference, got {choice!r}")
+    if choice == "reference":
+        return _Loaded(None, "reference", "FUSED_LAYERNORM_BACKEND=reference", None, None)
+
+    fresh = compile_missing  # then what is stale is used only if it cannot be compiled anew
+    if compile_missing and _needs_compiling(choice):
+        try:
+            jit.build()
+        except RuntimeError as error:
+            _complain(f"FUSED_LAYERNORM_JIT=1: {error}", "What there is without it is used.", strict)
+            fresh = False
+
+    failures = []
+    candidates = [("fused_layernorm_cuda", "cuda"), ("fused_layernorm_cpu", "cpu")]
+    if choice == "cuda":
+        del candidates[1]
+    elif choice == "cpu":
+        candidates.reverse()  # either has the CPU kernels
+    specs = [
+        (spec, backend) for name, backend in candidates for spec in (_installed(name), _compiled_here(name)) if spec
+    ]
+    for spec, backend in specs:
+        module, info, failure = _try_extension(spec, fresh)
+        if failure:
+            failures.append(failure)
+        if module is None:
+            continue
+        name = spec.name
+        reason = f"{name} loaded" if choice == "auto" else f"{name} loaded, FUSED_LAYERNORM_BACKEND={choice}"
+        if backend == "cpu" and info and info.get("no_cuda"):
+            reason += f"; no CUDA kernels: {info['no_cuda']}"
+        # One source folder may hold a build for a CUDA torch and one for a CPU torch: the one that does not fit is
+        # then nobody's problem, unless this torch could have used it.
+        problem = f"{failures[0]}. {_MEND_SENTENCE}" if failures and torch.version.cuda and backend == "cpu" else None
+        if problem:
+            reason += f"; {failures[0]}"
+            _complain(problem, "CUDA tensors run on the slower PyTorch reference.", strict)
+        return _Loaded(module, "cpu" if choice == "cpu" else backend, reason, info, problem)
+
+    problem = f"{'; '.join(failures)}. {_MEND_SENTENCE}" if failures else None
+    not_built = _build_record(Path(__file__).resolve().parent.parent).get("NOT_BUILT")
+    reason = "; ".join(failures) or not_built or "no compiled extension is installed"
+    if choice != "auto":
+        raise ImportError(f"FUSED_LAYERNORM_BACKEND={choice}, but {reason}. {_MEND_SENTENCE}")
+    if problem:
+        _complain(problem, "Until then the slower PyTorch reference is used.", strict)
+    return _Loaded(None, "reference", reason, None, problem)
+
+
+def _complain(problem: str, consequence: str, strict: bool) -> None:
+    if strict:
+        raise ImportError(f"{problem} (FUSED_LAYERNORM_STRICT=1)")
+    warnings.warn(f"{problem} {consequence}", RuntimeWarning, stacklevel=2)
+
+
+_choice = os.environ.get("FUSED_LAYERNORM_BACKEND", "").strip().lower() or "auto"
+extension, backend, reason, build_info, problem = _load(
+    _choice, bool(toolchain.flag("FUSED_LAYERNORM_STRICT")), bool(toolchain.flag("FUSED_LAYERNORM_JIT"))
+)
+
+KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]
+
+_may_warn = problem is None and _choice == "auto"  # import has warned of a problem; a choice by hand needs no warning
+
+
+def has_kernels_for(device_type: str) -> bool:
+    """Whether the extension has kernels for tensors on this type of device."""
+    return device_type in KERNEL_DEVICES
+
+
+def _levels_to_user() -> int:
+    """stacklevel, in the caller's frame, of the first caller outside this package and torch.nn."""
+    ours = (os.path.dirname(__file__), os.path.dirname(torch.nn.__file__))
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(ours):
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
+def warn_reference(device_type: str) -> None:
+    """Warn, once per process, that tensors on `device_type` run on the PyTorch reference: why, and what mends it."""
+    global _may_warn
+    if not _may_warn:
+        return
+    _may_warn = False
+    warnings.warn(
+        f"fused_layernorm has no compiled kernels for {device_type} tensors here and uses the slower PyTorch "
+        f"reference: {reason}. {_MEND_SENTENCE} `python -m fused_layernorm` prints a diagnosis.",
+        RuntimeWarning,
+        stacklevel=_levels_to_user(),
+    )
