@@ -16,14 +16,17 @@ as a build requirement, or an isolated build would fetch another one and compile
 """
 
 import os
+import re
 import runpy
 import shutil
 import site
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import setuptools
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
@@ -32,7 +35,9 @@ source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "source_h
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "toolchain.py")))
 
 CannotBuild = toolchain.CannotBuild
-COMMON = {"license": "BSD-3-Clause", "install_requires": ["torch>=2.11"]}
+OLDEST_TORCH = (2, 11)
+OLDEST_SETUPTOOLS = (70, 1)
+COMMON = {"license": "BSD-3-Clause", "install_requires": ["torch>=" + ".".join(map(str, OLDEST_TORCH))]}
 BUILDING_COMMANDS = {"build", "build_py", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 
 
@@ -55,6 +60,14 @@ def target_site_packages() -> list[str]:
     return [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
+def check_version(package: str, version: str, oldest: tuple[int, int]) -> None:
+    """Stop below the oldest version that is supported: pip would compile first, and then replace what is there."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < oldest:
+        wanted = ".".join(map(str, oldest))
+        raise SystemExit(f"fused_layernorm needs {package} {wanted} or newer, and this is {package} {version}: "
+                         f"install a newer one (pip install '{package}>={wanted}'), then build again")  # fmt: skip
+
+
 def import_torch():
     for folder in [None, *target_site_packages()]:
         if folder is not None:
@@ -66,6 +79,7 @@ def import_torch():
         try:
             import torch
 
+            check_version("torch", torch.__version__, OLDEST_TORCH)
             return torch
         except ModuleNotFoundError as error:
             if error.name != "torch":
@@ -197,6 +211,9 @@ def make_egg_info(tag):
 
 
 def main() -> None:
+    # Its own bdist_wheel; before, the package wheel had it, and setuptools asks for it also to write metadata.
+    if {"bdist_wheel", "editable_wheel", "dist_info"} & set(sys.argv[1:]) and find_spec("wheel") is None:
+        check_version("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
     commands = {}
     if toolchain.flag("FUSED_LAYERNORM_WHEEL"):  # pip asks for the metadata apart from the build
         torch = import_torch()

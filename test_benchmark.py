@@ -1102,6 +1102,8 @@ def parse_arguments(arguments):
     args = parser.parse_args(arguments)
     if args.plot is True and not (args.record or args.json):
         parser.error("--plot after a run needs --record or --json, beside which the PNGs go")
+    if isinstance(args.plot, str) and not Path(args.plot).is_file():
+        parser.error(f"--plot: no such file, {args.plot}")
     args.dtype = args.dtype or (["bf16"] if HAS_CUDA else ["fp32"])
     return args
 

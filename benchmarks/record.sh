@@ -17,7 +17,7 @@
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
 # and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
-# BUILD=true builds nothing.
+# The build's own record is build.json (benchmarks/build_record.py). BUILD=true builds nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/output}
@@ -178,6 +178,7 @@ if [[ " $PARTS " =~ " racecheck"[:\ ] ]]; then
     tar -x -C "$work/race"
   (set +e; (set -e; build_for_racecheck); echo $? > "$work/status" && mv "$work/status" "$work/race.status") &
 fi
+if [[ $BUILD != true ]]; then BUILD="python3 benchmarks/build_record.py $out $BUILD"; fi
 $BUILD > "$out/build.log" 2>&1 || { tail -n 30 "$out/build.log"; exit 1; }
 
 mapfile -t parts < <(tr '/' '\n' <<< "$PARTS")

@@ -22,11 +22,11 @@ def new_op(name: str, destination: Path) -> Path:
     """Make the folder `destination`/`name`; a name that cannot be a package's raises ValueError."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ValueError(f"the name must be like fast_gelu: small letters, digits, single underscores; got {name!r}")
-    if importlib.util.find_spec(name) is not None:
-        raise ValueError(f"there is a Python module named {name} already, which would be hidden")
     target = destination / name
     if target.exists():
         raise ValueError(f"{target} exists already")
+    if importlib.util.find_spec(name) is not None:
+        raise ValueError(f"there is a Python module named {name} already, which would be hidden")
     for path in sorted(TEMPLATE.rglob("*")):
         if path.is_file() and not {"__pycache__", "build"} & set(path.parts) and path.suffix not in (".so", ".pyc"):
             copy = target / renamed(str(path.relative_to(TEMPLATE)), name)

@@ -14,11 +14,19 @@ from .functional import (
     fused_layer_norm,
     fused_rms_norm,
 )
-from .modules import FusedAdaptiveLayerNorm, FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
+from .modules import (
+    FusedAdaptiveLayerNorm,
+    FusedAdaptiveRMSNorm,
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
+)
 from .replace import ReplaceReport, replace_norms, restore_norms
 
 __all__ = [
     "FusedAdaptiveLayerNorm",
+    "FusedAdaptiveRMSNorm",
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",
     "FusedLayerNorm",

@@ -6,10 +6,12 @@
 import argparse
 import importlib
 import json
+import os
 import platform
 import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import torch
 
@@ -114,15 +116,26 @@ def print_diagnosis(found: dict) -> None:
 
 
 def call_target(target: str):
-    """What the function named by "file.py:function" or "package.module:function" returns."""
+    """(model, batch) of the function named by "file.py:function" or "package.module:function"."""
     place, _, name = target.rpartition(":")
+    found = None
     if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise SystemExit(f"{target}: no such file, {place}")
         found = runpy.run_path(place).get(name)
-    else:
-        found = getattr(importlib.import_module(place), name, None) if place else None
+    elif place:
+        try:
+            found = getattr(importlib.import_module(place), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # a module that the target imports
     if not callable(found):
         raise SystemExit(f"{target}: no such function; wanted FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
-    return found()
+    made = found()
+    if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        raise SystemExit(f"{target} must return (model, batch), a torch.nn.Module and its input; "
+                         f"it returned {type(made).__name__}")  # fmt: skip
+    return made
 
 
 def to_device(value, device: str | None):
@@ -130,7 +143,18 @@ def to_device(value, device: str | None):
 
 
 def main() -> int:
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # such as `| head`: the interpreter must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m fused_layernorm", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"fused_layernorm {__version__}")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     command = parser.add_subparsers(dest="command").add_parser("profile", help="what the norms of a model cost")
     command.add_argument("target", help="FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION that returns (model, batch)")

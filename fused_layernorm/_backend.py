@@ -67,7 +67,7 @@ def _installed(name: str) -> Any:
 def _compiled_here(name: str) -> Any:
     """The spec of an extension that build() left in torch's cache, or None. One of other sources is no extension."""
     path = jit.library(name)
-    if not path.exists():
+    if not os.path.exists(path):  # as a folder that may not be read: the cache of another user's HOME
         return None
     spec = importlib.util.spec_from_file_location(name, path)
     info = _record_of(spec)
@@ -148,9 +148,10 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
         reason = f"{name} loaded" if choice == "auto" else f"{name} loaded, FUSED_LAYERNORM_BACKEND={choice}"
         if backend == "cpu" and info and info.get("no_cuda"):
             reason += f"; no CUDA kernels: {info['no_cuda']}"
-        # One source folder may hold a build for a CUDA torch and one for a CPU torch: the one that does not fit is
-        # then nobody's problem, unless this torch could have used it.
-        problem = f"{failures[0]}. {_MEND_SENTENCE}" if failures and torch.version.cuda and backend == "cpu" else None
+        # One source folder may hold a build for a CUDA torch and one for a CPU torch: the one that does not fit is a
+        # problem only if this torch could have used it, and this build does not say why it has no CUDA kernels.
+        lost_cuda = failures and torch.version.cuda and backend == "cpu" and not (info and info.get("no_cuda"))
+        problem = f"{failures[0]}. {_MEND_SENTENCE}" if lost_cuda else None
         if problem:
             reason += f"; {failures[0]}"
             _complain(problem, "CUDA tensors run on the slower PyTorch reference.", strict)
@@ -160,6 +161,10 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
     not_built = _build_record(Path(__file__).resolve().parent.parent).get("NOT_BUILT")
     reason = "; ".join(failures) or not_built or "no compiled extension is installed"
     if choice != "auto":
+        without_cuda = _installed("fused_layernorm_cpu") or _compiled_here("fused_layernorm_cpu")
+        if choice == "cuda" and not failures and without_cuda:
+            why = (_record_of(without_cuda) or {}).get("no_cuda")
+            reason = "only the CPU kernels were built" + (f": {why}" if why else "")
         raise ImportError(f"FUSED_LAYERNORM_BACKEND={choice}, but {reason}. {_MEND_SENTENCE}")
     if problem:
         _complain(problem, "Until then the slower PyTorch reference is used.", strict)

@@ -27,8 +27,12 @@ class ProfileReport:
     calls: int  # of norms in one step
     step_ms: tuple[float, float]
     norms_ms: tuple[float, float]  # all these calls, each repeated alone on the input it had in the model
-    saved_ms: float  # of a step: median over pairs of steps that ran one after the other
     noise_ms: float  # below this, saved_ms says nothing
+
+    @property
+    def saved_ms(self) -> float:
+        """Of a step; negative: it takes longer."""
+        return self.step_ms[0] - self.step_ms[1]
 
     @property
     def verdict(self) -> str:
@@ -41,11 +45,11 @@ class ProfileReport:
             )
         if not self.norms.replaced:
             return "Nothing can be saved: none of these norms can be replaced."
-        share = self.norms_ms[0] / before
         if abs(self.saved_ms) <= self.noise_ms:
             found = f"{self.saved_ms:+.3g} ms a step, noise {self.noise_ms:.2g} ms"
-            most = f"Norms are about {share:.0%} of the step: more than that cannot be had."
-            return f"Saves nothing that can be measured: {found}. {most}"
+            share = self.norms_ms[0] / before  # each alone, a norm may take longer than in the step
+            most = f"Norms are about {share:.0%} of the step: more than that cannot be had." if share < 0.95 else ""
+            return f"Saves nothing that can be measured: {found}. {most}".rstrip()
         if self.saved_ms < 0:
             return (
                 f"Costs {-self.saved_ms:.3g} ms a step ({-self.saved_ms / before:.1%}): leave these norms as they are."
@@ -61,7 +65,9 @@ class ProfileReport:
                 f"its {self.calls} norm calls, each alone",
                 *(f"{ms:.3f} ms" for ms in self.norms_ms),
                 " -> ".join(f"{norms / step:.1%}" for norms, step in zip(self.norms_ms, self.step_ms, strict=True))
-                + " of the step",
+                + " of the step"
+                if all(norms < step for norms, step in zip(self.norms_ms, self.step_ms, strict=True))
+                else "(alone they take longer than in the step)",
             ),
         ]
         lines = [f"{name:<38}{before:>12}{after:>12}   {note}".rstrip() for name, before, after, note in rows]
@@ -121,8 +127,6 @@ def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.
         finally:
             use(originals)
 
-    saved = [before - after for before, after in zip(*steps, strict=True)]
-    low, _, high = statistics.quantiles(saved, n=4)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return ProfileReport(
         device=name,
@@ -131,9 +135,14 @@ def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.
         calls=sum(call.count for call in calls),
         step_ms=(statistics.median(steps[0]), statistics.median(steps[1])),
         norms_ms=(norms_ms[0], norms_ms[1]),
-        saved_ms=statistics.median(saved),
-        noise_ms=1.57 * (high - low) / math.sqrt(len(saved)),  # a confidence interval of the median
+        noise_ms=math.hypot(*map(_median_noise, steps)),
     )
+
+
+def _median_noise(times: list[float]) -> float:
+    """Half of the 95% confidence interval of the median: a box plot's notch (McGill, Tukey and Larsen, 1978)."""
+    low, _, high = statistics.quantiles(times, n=4)
+    return 1.57 * (high - low) / math.sqrt(len(times))
 
 
 def _backward(outputs, inputs: list[Tensor]) -> None:

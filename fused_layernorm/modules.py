@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .functional import (
     fused_adaptive_layer_norm,
+    fused_adaptive_rms_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
     fused_layer_norm,
@@ -18,13 +19,21 @@ from .functional import (
 from .reference import as_shape, check_dropout_p
 
 # Called as they are by torch.fx.symbolic_trace, which would otherwise trace into them.
-for _function in ("fused_adaptive_layer_norm", "fused_add_layer_norm", "fused_add_rms_norm", "fused_layer_norm",
-                  "fused_rms_norm"):  # fmt: skip
+for _function in ("fused_adaptive_layer_norm", "fused_adaptive_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
+                  "fused_layer_norm", "fused_rms_norm"):  # fmt: skip
     torch.fx.wrap(_function)
+
+
+def _not_scriptable(module: nn.Module) -> nn.Module:
+    """torch.jit.script calls this first; TorchScript cannot compile our functions."""
+    raise TypeError(f"{type(module).__name__} cannot be compiled by torch.jit.script: use torch.compile, torch.export, "
+                    "or torch.nn's norm (restore_norms(model))")  # fmt: skip
 
 
 class FusedLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` computed by `fused_layernorm.fused_layer_norm`; checkpoints load both ways."""
+
+    __prepare_scriptable__ = _not_scriptable
 
     def __init__(
         self,
@@ -43,6 +52,8 @@ class FusedLayerNorm(nn.LayerNorm):
 
 class FusedRMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` computed by `fused_layernorm.fused_rms_norm`; checkpoints load both ways."""
+
+    __prepare_scriptable__ = _not_scriptable
 
     def __init__(
         self,
@@ -63,6 +74,8 @@ class FusedAddLayerNorm(nn.LayerNorm):
 
     ``module(x, residual)`` returns ``(y, residual_out)``; dropout of x is on in training mode.
     """
+
+    __prepare_scriptable__ = _not_scriptable
 
     def __init__(
         self,
@@ -95,6 +108,8 @@ class FusedAddRMSNorm(nn.RMSNorm):
     ``module(x, residual)`` returns ``(y, residual_out)``; dropout of x is on in training mode.
     """
 
+    __prepare_scriptable__ = _not_scriptable
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -125,6 +140,8 @@ class FusedAdaptiveLayerNorm(nn.LayerNorm):
     ``module(x, scale, shift)`` returns y, ``module(x, scale, shift, gate=, residual=)`` ``(y, residual_out)``.
     """
 
+    __prepare_scriptable__ = _not_scriptable
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -141,6 +158,39 @@ class FusedAdaptiveLayerNorm(nn.LayerNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         return fused_adaptive_layer_norm(
             input, scale, shift, weight=self.weight, bias=self.bias, eps=self.eps, gate=gate, residual=residual,
+            normalized_shape=self.normalized_shape,
+        )  # fmt: skip
+
+
+class FusedAdaptiveRMSNorm(nn.RMSNorm):
+    """`fused_layernorm.fused_adaptive_rms_norm`; without parameters of its own unless asked for.
+
+    ``module(x, scale, shift=None)`` returns y, ``module(x, scale, gate=, residual=)`` ``(y, residual_out)``.
+    """
+
+    __prepare_scriptable__ = _not_scriptable
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        *,
+        gate: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return fused_adaptive_rms_norm(
+            input, scale, shift, weight=self.weight, eps=self.eps, gate=gate, residual=residual,
             normalized_shape=self.normalized_shape,
         )  # fmt: skip
 

@@ -117,16 +117,21 @@ def check_norm_arguments(
             # Where torch.nn.functional's norms have normalized_shape
             hint = "; normalized_shape is given by keyword" if isinstance(parameter, (int, tuple, list)) else ""
             raise TypeError(f"{name} must be a Tensor or None, got {type(parameter).__name__}{hint}")
+    taken_from = None
     if normalized_shape is None:
         given = weight if weight is not None else bias
         if given is None:
             raise ValueError("normalized_shape is needed when neither weight nor bias is given")
+        taken_from = "weight" if given is weight else "bias"
         normalized_shape = tuple(given.shape)  # its sizes are tensors under torch.jit.trace
     else:
         normalized_shape = as_shape(normalized_shape)
     if not normalized_shape:
         raise RuntimeError("normalized_shape must have at least one dimension, got ()")
     if tuple(x.shape[max(x.dim() - len(normalized_shape), 0) :]) != normalized_shape:
+        if taken_from:
+            raise RuntimeError(f"{taken_from} must have the shape of x's last dimensions, "
+                               f"got [{_join(normalized_shape)}] beside x of [{_join(x.shape)}]")  # fmt: skip
         raise RuntimeError(f"x must have shape [*, {_join(normalized_shape)}] to match normalized_shape, "
                            f"got [{_join(x.shape)}]")  # fmt: skip
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -146,7 +151,8 @@ def check_norm_arguments(
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"weight_offset needs a weight to be added to, got weight=None, weight_offset={weight_offset}")
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"out_dtype must be float16, bfloat16, float32 or float64, got {out_dtype}")
+        raise TypeError(f"out_dtype must be torch.float16, torch.bfloat16, torch.float32 or torch.float64, or None, "
+                        f"got {out_dtype!r}")  # fmt: skip
     return normalized_shape
 
 
@@ -171,7 +177,7 @@ def check_add_arguments(
     if residual_dtype is None:
         return given
     if not _goes_with(residual_dtype, x.dtype):
-        raise TypeError(f"residual_dtype must be x's dtype, {_dtypes_beside(x)}, got {residual_dtype}")
+        raise TypeError(f"residual_dtype must be x's dtype, {_dtypes_beside(x)}, got {residual_dtype!r}")
     return residual_dtype
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import fused_layer_norm, fused_rms_norm
-from .modules import FusedLayerNorm, FusedRMSNorm
+from .modules import FusedLayerNorm, FusedRMSNorm, _not_scriptable
 from .reference import DTYPES, as_shape
 
 _TORCH_CLASSES = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
@@ -50,6 +50,8 @@ class ReplaceReport:
     """What `replace_norms` or `restore_norms` did; print it for a table with repeated layers folded together."""
 
     entries: tuple[NormEntry, ...]
+    action: str = "replaced"  # or "restored"
+    notes: tuple[str, ...] = ()  # about the model as a whole
 
     @property
     def replaced(self) -> list[NormEntry]:
@@ -60,9 +62,9 @@ class ReplaceReport:
         return [entry for entry in self.entries if not entry.replaced_by]
 
     def __str__(self) -> str:
-        title = f"{len(self.entries)} norm modules: {len(self.replaced)} replaced, {len(self.left)} left"
+        title = f"{len(self.entries)} norm modules: {len(self.replaced)} {self.action}, {len(self.left)} left"
         if not self.entries:
-            return title
+            return "\n".join([title, *self.notes])
         folded: dict[tuple[str, ...], list[str]] = {}
         for entry in self.entries:
             pattern = re.sub(r"\b\d+\b", "*", entry.name)
@@ -74,7 +76,7 @@ class ReplaceReport:
             rows.append((str(len(names)), name, *rest))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *self.notes])
 
 
 def replace_norms(
@@ -134,7 +136,7 @@ def replace_norms(
             sizes = getattr(module, "normalized_shape", None)
             if isinstance(sizes, tuple) and any(isinstance(n, numbers.Integral) and type(n) is not int for n in sizes):
                 module.normalized_shape = as_shape(sizes)  # torch.compile takes numpy's ints for tensors
-    return ReplaceReport(tuple(entries))
+    return ReplaceReport(tuple(entries), notes=_notes(model))
 
 
 def restore_norms(model: nn.Module) -> ReplaceReport:
@@ -153,7 +155,21 @@ def restore_norms(model: nn.Module) -> ReplaceReport:
         elif original is not None:
             entries.append(NormEntry(", ".join(aliases), cls.__name__, original.__name__))
             module.__class__ = original
-    return ReplaceReport(tuple(entries))
+    return ReplaceReport(tuple(entries), "restored")
+
+
+def _notes(model: nn.Module) -> tuple[str, ...]:
+    if torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(module, nn.TransformerEncoderLayer)
+        and module.activation_relu_or_gelu
+        and getattr(module.self_attn, "batch_first", False)
+        for module in model.modules()
+    ):
+        return (
+            "TransformerEncoderLayer in eval mode without gradients calls no norm module: PyTorch's fast path reads "
+            "the weights; torch.backends.mha.set_fastpath_enabled(False) turns that path off",
+        )
+    return ()
 
 
 def _names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -347,6 +363,7 @@ class _FusedKnownNorm:
 
     original_class: type
     formula: _Formula
+    __prepare_scriptable__ = _not_scriptable
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:  # the original's name for x
         x = arguments[0] if arguments else next(iter(named.values()), None)

@@ -186,6 +186,34 @@ def test_cuda_kernels_lost_on_a_cuda_torch_are_told(fake, monkeypatch):
     assert loaded.backend == "cpu" and loaded.problem
 
 
+def test_cpu_kernels_by_choice_on_a_cuda_torch_are_no_problem(fake, monkeypatch):
+    """what build() made with USE_CUDA=0 beside an extension that does not fit: no warning at each import"""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    fake("fused_layernorm_cuda", record("fused_layernorm_cuda", cuda="12.8"))
+    fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu", cuda="13.0"), "no_cuda": "USE_CUDA=0 was set"})
+    loaded = load_silently()
+    assert loaded.backend == "cpu" and loaded.problem is None and "USE_CUDA=0 was set" in loaded.reason
+
+
+def test_choice_of_cuda_where_only_the_cpu_kernels_were_built(fake):
+    fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "no_cuda": "no nvcc"})
+    with pytest.raises(ImportError, match="=cuda, but only the CPU kernels were built: no nvcc"):
+        _backend._load("cuda", strict=False)
+
+
+def test_a_cache_that_may_not_be_read_is_no_cache(fake, monkeypatch):
+    """torch's extension cache in the HOME of another user: as if nothing were there"""
+    real = os.stat
+
+    def stat(path, *arguments, **named):
+        if "fused_layernorm_py" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert load_silently().backend == "reference"
+
+
 # ---- the loaded module -----------------------------------------------------------------------------------------------
 
 
@@ -236,6 +264,17 @@ def test_diagnosis():
     assert printed.returncode == result.returncode
     for word in ("torch:", "backend:", "card:", "C++ compiler:"):
         assert word in printed.stdout
+
+
+def test_diagnosis_into_a_closed_pipe():
+    program = f"{sys.executable} -m fused_layernorm --json | true"
+    result = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.stderr == ""
+
+
+def test_version():
+    printed = run_python("-m", "fused_layernorm", "--version").stdout
+    assert printed.split() == ["fused_layernorm", fused_layernorm.__version__]
 
 
 def test_diagnosis_of_a_broken_backend(tmp_path):
@@ -457,6 +496,14 @@ def test_jit(not_built):
     assert "RuntimeWarning: FUSED_LAYERNORM_JIT=1" in broken.stderr and "not this way" in broken.stderr
 
 
+def test_build_into_a_folder_that_cannot_be_written(not_built, tmp_path):
+    """a sentence, no traceback of the compiling process"""
+    (tmp_path / "file").touch()
+    code = "import fused_layernorm as f\ntry:\n  f.build()\nexcept RuntimeError as e:\n  print(e)"
+    told = not_built(code, TORCH_EXTENSIONS_DIR=str(tmp_path / "file")).stdout
+    assert "the cache cannot be written" in told and "TORCH_EXTENSIONS_DIR" in told and "Traceback" not in told
+
+
 def test_jit_that_fails(fake, monkeypatch):
     def build():
         raise RuntimeError("no ninja")
@@ -518,6 +565,25 @@ def test_fresh_extension_is_not_compiled_anew(fake, monkeypatch):
     name = NAMES[torch.version.cuda is None]
     fake(name, {**record(name), "csrc_hash": source_hash()})
     assert _backend._load("auto", strict=True, compile_missing=True).extension.__name__ == name
+
+
+@pytest.mark.parametrize("package, version, command, told", [
+    ("torch", "2.9.1+cpu", ["build_ext"], "needs torch 2.11 or newer, and this is torch 2.9.1+cpu"),
+    ("setuptools", "65.5.0", ["bdist_wheel"], "needs setuptools 70.1 or newer, and this is setuptools 65.5.0"),
+])  # fmt: skip
+def test_setup_stops_where_a_package_is_too_old(tmp_path, package, version, command, told):
+    """before it compiles anything, and before pip could put another torch in its place"""
+    if package == "torch":
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}")
+        prelude = ""
+    else:
+        prelude = f"import setuptools, importlib.util as u; setuptools.__version__ = {version!r}; real = u.find_spec; "
+        prelude += "u.find_spec = lambda name, *rest: None if name == 'wheel' else real(name, *rest); "
+    code = f"{prelude}import sys, runpy; sys.argv = ['setup.py', *{command}]; "
+    code += "runpy.run_path('setup.py', run_name='__main__')"
+    result = run_python("-c", code, PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0 and told in result.stderr and "Traceback" not in result.stderr
 
 
 # ---- what is shipped -------------------------------------------------------------------------------------------------

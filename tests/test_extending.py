@@ -83,8 +83,10 @@ def test_names_that_cannot_be(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_taken(tmp_path):
-    new_op.new_op("fresh_op", tmp_path)
+def test_a_name_that_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "fresh_op").mkdir()  # importable from here: the folder is what the message names
+    (tmp_path / "fresh_op" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match="exists already"):
         new_op.new_op("fresh_op", tmp_path)
 

@@ -59,6 +59,7 @@ from torch.utils.checkpoint import checkpoint
 import fused_layernorm
 from fused_layernorm import (
     FusedAdaptiveLayerNorm,
+    FusedAdaptiveRMSNorm,
     FusedAddLayerNorm,
     FusedAddRMSNorm,
     FusedLayerNorm,
@@ -68,6 +69,7 @@ from fused_layernorm import (
     compat,
     functional,
     fused_adaptive_layer_norm,
+    fused_adaptive_rms_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
     reference,
@@ -1900,9 +1902,15 @@ def test_adaptive_module(device):
     y, z = FusedAdaptiveLayerNorm(24, eps=1e-5)(x, scale, shift, gate=gate, residual=x)
     torch.testing.assert_close((y, z), modulated("layer_norm", x, scale[:, None], shift[:, None], gate[:, None], x))
     assert list(FusedAdaptiveLayerNorm(24, elementwise_affine=True).state_dict()) == ["weight", "bias"]
+    module = FusedAdaptiveRMSNorm(24, device=device)
+    assert not module.state_dict() and repr(module).startswith("FusedAdaptiveRMSNorm((24,), eps=None")
+    assert same_bits(module(x, scale), fused_adaptive_rms_norm(x, scale))
+    y, z = FusedAdaptiveRMSNorm(24, eps=1e-5)(x, scale, shift, gate=gate, residual=x)
+    torch.testing.assert_close((y, z), modulated("rms_norm", x, scale[:, None], shift[:, None], gate[:, None], x))
+    assert list(FusedAdaptiveRMSNorm(24, elementwise_affine=True).state_dict()) == ["weight"]
 
 
-SIZED = [FusedLayerNorm, FusedRMSNorm, FusedAddLayerNorm, FusedAddRMSNorm, FusedAdaptiveLayerNorm,
+SIZED = [FusedLayerNorm, FusedRMSNorm, FusedAddLayerNorm, FusedAddRMSNorm, FusedAdaptiveLayerNorm, FusedAdaptiveRMSNorm,
          compat.FusedLayerNorm, compat.FusedRMSNorm, compat.MixedFusedLayerNorm, compat.MixedFusedRMSNorm]  # fmt: skip
 
 
@@ -1911,7 +1919,7 @@ def test_modules_of_numpys_sizes(device, cls):
     """normalized_shape of numpy's ints, as torch.nn's norms take it: kept as Python's, and everything works"""
     numpy = pytest.importorskip("numpy")
     x = torch.randn(3, 16, device=device)
-    takes = {FusedAddLayerNorm: 2, FusedAddRMSNorm: 2, FusedAdaptiveLayerNorm: 3}.get(cls, 1)
+    takes = {FusedAddLayerNorm: 2, FusedAddRMSNorm: 2, FusedAdaptiveLayerNorm: 3, FusedAdaptiveRMSNorm: 3}.get(cls, 1)
     arguments = (x, x, x)[:takes]
     for sizes in (numpy.prod((4, 4)), [numpy.int32(16)], numpy.array([16])):
         module = cls(sizes).to(device)

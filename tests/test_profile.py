@@ -100,9 +100,9 @@ def test_it_tells_faster_from_slower(monkeypatch, slower):
     assert (report.saved_ms > 5) if slower == "before" else (report.saved_ms < -5)
 
 
-def report_of(replaced=1, calls=4, saved=1.0, noise=0.1):
+def report_of(replaced=1, calls=4, saved=1.0, noise=0.1, norms=(0.2, 0.1)):
     entry = NormEntry("n", "LayerNorm", "FusedLayerNorm" if replaced else None)
-    return ProfileReport("cpu", False, ReplaceReport((entry,)), calls, (10.0, 10.0 - saved), (0.2, 0.1), saved, noise)
+    return ProfileReport("cpu", False, ReplaceReport((entry,)), calls, (10.0, 10.0 - saved), norms, noise)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,22 @@ def report_of(replaced=1, calls=4, saved=1.0, noise=0.1):
             "Saves nothing that can be measured: +0.05 ms a step, noise 0.1 ms. Norms are about 2%",
         ),
         (report_of(saved=-0.05), "Saves nothing that can be measured: -0.05 ms"),
+        (
+            report_of(saved=0.05, norms=(11.0, 9.0)),
+            "Saves nothing that can be measured: +0.05 ms a step, noise 0.1 ms.",
+        ),
         (report_of(saved=-1), "Costs 1 ms a step (10.0%): leave these norms as they are"),
         (report_of(saved=1), "Saves 1 ms a step (10.0%)"),
     ],
 )
 def test_verdict(report, verdict):
     assert verdict in report.verdict
+
+
+def test_norms_that_take_longer_alone_than_in_the_step():
+    """no share above 100%"""
+    report = report_of(saved=0.05, norms=(11.0, 9.0))
+    assert "%" not in str(report) and "alone they take longer than in the step" in str(report)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,3 +188,8 @@ def test_command_line(tmp_path, monkeypatch):
     for wrong in ("mine:nothing", f"{tmp_path}/mine.py:nothing", "mine", ""):
         with pytest.raises(SystemExit, match="no such function"):
             call_target(wrong)
+    with pytest.raises(SystemExit, match="no such file, nofile.py"):
+        call_target("nofile.py:make")
+    (tmp_path / "alone.py").write_text("def make():\n    return 3\n")
+    with pytest.raises(SystemExit, match=r"alone:make must return \(model, batch\).*it returned int"):
+        call_target("alone:make")

@@ -35,7 +35,14 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, replace_norms
+from fused_layernorm import (
+    FusedAdaptiveRMSNorm,
+    FusedAddLayerNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    fused_layer_norm,
+    replace_norms,
+)
 
 ROOT = Path(__file__).parents[1]
 NEEDS_KERNELS = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="there are no operators")
@@ -906,6 +913,14 @@ def test_where_torch_norms_are_taken(op):
             torch.testing.assert_close(part, module(row))
         with pytest.raises(TypeError, match="got a nested one"):
             OPS[op](nested, module.weight, weight_offset=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("cls", [FusedLayerNorm, FusedRMSNorm, FusedAddLayerNorm, FusedAdaptiveRMSNorm])
+def test_torch_jit_script(cls):
+    """an error that names the module and what to use instead"""
+    with pytest.raises(TypeError, match=f"{cls.__name__} cannot be compiled by torch.jit.script: use torch.compile"):
+        torch.jit.script(torch.nn.Sequential(cls(16)))
 
 
 @pytest.mark.parametrize("op", OPS)

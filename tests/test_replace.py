@@ -18,6 +18,7 @@ from torch import nn
 
 from fused_layernorm import (
     FusedAdaptiveLayerNorm,
+    FusedAdaptiveRMSNorm,
     FusedAddLayerNorm,
     FusedAddRMSNorm,
     FusedLayerNorm,
@@ -74,6 +75,24 @@ def test_transformer_encoder(norm_first, device):
         before = model(x.to(device))
         replace_norms(model)
         torch.testing.assert_close(model(x.to(device)), before)
+
+
+def test_the_report_names_torchs_fast_path():
+    """a TransformerEncoderLayer in eval mode without gradients calls no norm: the report says so, where it is true"""
+    fast = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    assert "fast path" in str(replace_norms(fast)) and not restore_norms(fast).notes
+    assert not replace_norms(nn.TransformerEncoderLayer(32, 4, 64)).notes
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        assert not replace_norms(fast).notes
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_the_report_of_restore_norms_says_restored():
+    model = nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8))
+    replace_norms(model)
+    assert str(restore_norms(model)).startswith("2 norm modules: 2 restored, 0 left")
 
 
 def test_exact_classes_only_and_reasons():
@@ -439,7 +458,8 @@ def test_symbolic_trace_of_a_known_norm():
 
 
 @pytest.mark.parametrize("cls,inputs", [
-    (FusedLayerNorm, 1), (FusedRMSNorm, 1), (FusedAddLayerNorm, 2), (FusedAddRMSNorm, 2), (FusedAdaptiveLayerNorm, 3)
+    (FusedLayerNorm, 1), (FusedRMSNorm, 1), (FusedAddLayerNorm, 2), (FusedAddRMSNorm, 2), (FusedAdaptiveLayerNorm, 3),
+    (FusedAdaptiveRMSNorm, 3),
 ])  # fmt: skip
 def test_symbolic_trace(cls, inputs):
     """torch.fx: a norm is one call in the graph, and computes what it did"""

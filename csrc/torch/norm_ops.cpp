@@ -74,15 +74,7 @@ std::string text(at::IntArrayRef shape) {
   return joined;
 }
 
-std::string text(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf: return "torch.float16";
-    case at::kBFloat16: return "torch.bfloat16";
-    case at::kFloat: return "torch.float32";
-    case at::kDouble: return "torch.float64";
-    default: return std::string("torch's ") + c10::toString(type);
-  }
-}
+std::string text(at::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
 
 // Refuses memory that was freed (as FSDP does between uses): to the kernels a null pointer means "absent".
 void check_dense(const char* name, const Tensor& tensor) {

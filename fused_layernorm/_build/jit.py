@@ -103,7 +103,14 @@ def compile_extension(verbose: bool) -> None:
     if not cpp_extension.is_ninja_available():
         raise SystemExit("ninja is needed: pip install ninja")
     name, target = recipe["name"], library(recipe["name"])
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (target.parent / "fused_layernorm.lock").touch()
+    except OSError as error:
+        raise SystemExit(
+            f"the cache cannot be written: {error.strerror}, {error.filename}; set TORCH_EXTENSIONS_DIR to a folder "
+            "of yours"
+        ) from None
     link = list(recipe["link"])
     if recipe["cuda"]:
         cpp_extension.CUDA_HOME = str(recipe["cuda"]["home"])
