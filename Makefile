@@ -1,3 +1,4 @@
+# make help: this page.
 # make test, make bench: set up everything in a virtual environment (first time: minutes), then run.
 # make fuzz: thousands of new random cases a test (FUZZ=n: so many; FUZZ_DEVICE=cuda: on the GPU).
 # make audit: known vulnerabilities and licences of what is installed in the environment.
@@ -13,6 +14,9 @@
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
 
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -27,16 +31,17 @@ PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pyt
 
 BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
+TESTED := $(VENV)/.test
 TOOLS := $(VENV)/.tools
 BUILD_INPUTS := $(wildcard csrc/* csrc/*/*) setup.py pyproject.toml $(wildcard fused_layernorm/_build/*.py)
 CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu examples/*/csrc/*)
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel new-op lint format \
+.PHONY: help test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel new-op lint format \
   clean distclean
 
-test: $(BUILT)
+test: $(TESTED)
 	$(PYTEST) --ignore=tests/test_models.py $(ARGS)
 
 test-models: $(BUILT)
@@ -46,7 +51,7 @@ test-models: $(BUILT)
 	  -e ".[test,models$$vision]"
 	$(PYTEST) $(MODEL_TESTS) $(ARGS)
 
-fuzz: $(BUILT)
+fuzz: $(TESTED)
 	FUZZ=$(or $(FUZZ),5000) $(PYTEST) -q tests/test_fuzz.py $(ARGS)
 
 audit: $(BUILT)
@@ -94,8 +99,16 @@ $(BIN)/python:
 
 $(BUILT): $(BIN)/python $(BUILD_INPUTS)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --no-build-isolation -e ".[test]"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python fused_layernorm/_build/progress.py build \
+	  $(BIN)/python -m pip install --no-build-isolation -e .
 	$(BIN)/python -m fused_layernorm
+	touch $@
+
+# What the extra `test` asks for, without another build.
+$(TESTED): $(BUILT)
+	$(BIN)/python -c "import importlib.metadata as m; print(*(r.split(';')[0].strip() for r in \
+	  m.requires('fused_layernorm') if r.endswith('extra == \"test\"')), sep='\n')" > $(VENV)/test.txt
+	$(BIN)/python -m pip install -r $(VENV)/test.txt
 	touch $@
 
 # The versions of the formatters stand in .pre-commit-config.yaml.

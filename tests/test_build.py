@@ -504,6 +504,29 @@ def test_build_into_a_folder_that_cannot_be_written(not_built, tmp_path):
     assert "the cache cannot be written" in told and "TORCH_EXTENSIONS_DIR" in told and "Traceback" not in told
 
 
+def test_progress_of_a_build(tmp_path):
+    """files that are compiled are counted, those of an earlier build are not; the command's status is passed on"""
+    (tmp_path / "old.o").touch()
+    os.utime(tmp_path / "old.o", (0, 0))
+    plan = "build a.o: compile a.cpp\nbuild b.o: compile b.cpp\nbuild x.so: link a.o b.o\n"
+    program = f"printf '{plan}' > build.ninja; touch a.o; sleep 2.5; exit 3"
+    script = str(ROOT / "fused_layernorm" / "_build" / "progress.py")
+    command = [sys.executable, script, ".", "bash", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3 and "fused_layernorm: 1 of 2 files compiled" in done.stderr
+
+
+def test_a_process_that_waits_says_so(tmp_path):
+    code = "import sys, pathlib; from fused_layernorm._build import jit\n"
+    code += "with jit._alone(pathlib.Path(sys.argv[1])): print('alone')"
+    with jit._alone(tmp_path):
+        waiting = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        assert "another process compiles the kernels; waiting for it" in waiting.stderr.readline()
+        assert waiting.poll() is None
+    assert waiting.communicate(timeout=60)[0] == "alone\n"
+
+
 def test_jit_that_fails(fake, monkeypatch):
     def build():
         raise RuntimeError("no ninja")

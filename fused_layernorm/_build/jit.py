@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 import sysconfig
-import threading
-import time
 from pathlib import Path
 
 import torch
 
-from . import source_hash, toolchain
+from . import progress, source_hash, toolchain
 
 NAMES = ("fused_layernorm_cuda", "fused_layernorm_cpu")
 
@@ -56,10 +54,9 @@ def build(*, verbose: bool = False) -> str:
         # Where pip puts ninja, if it did.
         "PATH": os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")]),
     }
-    done = threading.Event()
-    watcher = threading.Thread(target=_tell_progress, args=(done,), daemon=True)
-    watcher.start()
-    try:
+    folder = cache_folder()
+    with _alone(folder), progress.told(folder):
+        print(f"fused_layernorm: compiling the kernels into {folder}; this is done once", file=sys.stderr, flush=True)
         result = subprocess.run(
             [sys.executable, "-c", code],
             env=environment,
@@ -67,25 +64,11 @@ def build(*, verbose: bool = False) -> str:
             stderr=None if verbose else subprocess.PIPE,
             text=True,
         )
-    finally:
-        done.set()
-        watcher.join()
     if result.returncode != 0:
         why = (result.stderr or "see above").strip()[-3000:]
         raise RuntimeError(f"fused_layernorm could not be compiled:\n{why}")
     print(f"fused_layernorm: compiled, {result.stdout}", file=sys.stderr, flush=True)
     return result.stdout
-
-
-def _tell_progress(done: threading.Event) -> None:
-    """One line to stderr now, and one whenever another file has been compiled."""
-    folder, start, told = cache_folder(), time.time(), 0
-    print(f"fused_layernorm: compiling the kernels into {folder}; this is done once", file=sys.stderr, flush=True)
-    while not done.wait(1.0):
-        objects = [path for path in folder.glob("*/*.o") if path.stat().st_mtime >= start]
-        if len(objects) > told:
-            told = len(objects)
-            print(f"fused_layernorm: {told} files compiled, {time.time() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def compile_extension(verbose: bool) -> None:
@@ -103,45 +86,51 @@ def compile_extension(verbose: bool) -> None:
     if not cpp_extension.is_ninja_available():
         raise SystemExit("ninja is needed: pip install ninja")
     name, target = recipe["name"], library(recipe["name"])
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (target.parent / "fused_layernorm.lock").touch()
-    except OSError as error:
-        raise SystemExit(
-            f"the cache cannot be written: {error.strerror}, {error.filename}; set TORCH_EXTENSIONS_DIR to a folder "
-            "of yours"
-        ) from None
+    target.parent.mkdir(parents=True, exist_ok=True)
     link = list(recipe["link"])
     if recipe["cuda"]:
         cpp_extension.CUDA_HOME = str(recipe["cuda"]["home"])
         link += _link_runtime(recipe["cuda"]["home"], target.parent)
-    with _alone(target.parent):
-        cpp_extension.load(
-            name=name,
-            sources=[str(path) for path in recipe["sources"]],
-            extra_cflags=recipe["flags"]["cxx"],
-            extra_cuda_cflags=recipe["flags"].get("nvcc"),
-            extra_ldflags=link,
-            extra_include_paths=[str(source_hash.CSRC)],
-            build_directory=str(target.parent),
-            with_cuda=recipe["cuda"] is not None,
-            verbose=verbose,
-        )
-        record = recipe["record"] | {"csrc_hash": source_hash.source_hash()}
-        toolchain.write_build_info(target.parent, {target.name: record}, None)
+    # torch marks a build by a file; a build that was killed leaves it behind, and torch would wait for it to go, for ever.
+    (target.parent / "lock").unlink(missing_ok=True)
+    cpp_extension.load(
+        name=name,
+        sources=[str(path) for path in recipe["sources"]],
+        extra_cflags=recipe["flags"]["cxx"],
+        extra_cuda_cflags=recipe["flags"].get("nvcc"),
+        extra_ldflags=link,
+        extra_include_paths=[str(source_hash.CSRC)],
+        build_directory=str(target.parent),
+        with_cuda=recipe["cuda"] is not None,
+        verbose=verbose,
+    )
+    record = recipe["record"] | {"csrc_hash": source_hash.source_hash()}
+    toolchain.write_build_info(target.parent, {target.name: record}, None)
     os.write(stdout, str(target).encode())
 
 
 @contextlib.contextmanager
 def _alone(folder: Path):
-    """One process at a time; the others wait. torch marks a build by a file; a build that is killed leaves it behind,
-    and the next would wait for it to go, for ever. This lock goes with its process: with it, the file is of a dead one.
-    """
-    import fcntl  # not on Windows, where nothing is compiled
-
-    with open(folder / "fused_layernorm.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
+    """One process at a time compiles into this folder; the others say so, and wait. The lock goes with its process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where nothing is compiled
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "fused_layernorm.lock", "w")
+    except OSError as error:
+        raise RuntimeError(
+            f"fused_layernorm could not be compiled: the cache cannot be written ({error.strerror}, {error.filename}); "
+            "set TORCH_EXTENSIONS_DIR to a folder of yours"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("fused_layernorm: another process compiles the kernels; waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
