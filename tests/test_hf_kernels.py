@@ -1,6 +1,7 @@
 """fused_layernorm.integrations.hf_kernels: kernelize() of the `kernels` package on a tiny Llama, without the Hub."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ from checks import DEVICES, assert_no_worse, loss_and_gradients, package, random
 from torch import nn
 
 from fused_layernorm import replace_norms
-from fused_layernorm.integrations.hf_kernels import KERNEL_MAPPING, RMSNorm
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of versions that do not fit, which has a test below
+    from fused_layernorm.integrations import hf_kernels
+    from fused_layernorm.integrations.hf_kernels import KERNEL_MAPPING, RMSNorm
 
 SMALL = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 50, "pad_token_id": 0}  # fmt: skip
@@ -68,6 +73,29 @@ def test_llama(kernels, model, mode, dtype, device):
     floor = 0.1 * max(gradient.double().norm().item() for gradient in reference[1].values())
     for name, gradient in gradients.items():
         assert_no_worse(gradient, original[1][name], reference[1][name], f"gradient of {name}", floor)
+
+
+def test_versions_that_do_not_fit_are_told(monkeypatch):
+    """one warning that names both versions; none where they fit"""
+    import_utils = package("transformers.utils.import_utils")
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
+    with pytest.warns(RuntimeWarning, match=r"transformers 5.* wants kernels >= .* and this is kernels 0\."):
+        hf_kernels._warn_of_versions()
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_kernels._warn_of_versions()
+
+
+def test_llama_as_transformers_marks_it(kernels):
+    """no mark of this test's own: the norms are replaced with the versions that fit"""
+    transformers = package("transformers")
+    if not transformers.utils.is_kernels_available():
+        pytest.skip("transformers marks no norm for this version of kernels")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    with kernels.use_kernel_mapping(KERNEL_MAPPING, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+    assert sum(map(is_ours, model.modules())) == 5
 
 
 class Halved(nn.Module):

@@ -12,7 +12,9 @@ their kernels by `kernelize` already.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,27 @@ class _InThisPackage:
     def __str__(self) -> str:
         return f"fused_layernorm, layer {self.layer.__name__}"
 
+
+def _warn_of_versions() -> None:
+    """transformers marks its norms for `kernelize` with certain versions of `kernels` only, and says nothing else."""
+    try:
+        from transformers.utils import import_utils
+
+        oldest, newest = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
+        installed, fits = version("kernels"), import_utils.is_kernels_available()
+    except (ImportError, AttributeError):  # one of them is not here, or transformers asks for no version
+        return
+    if not fits:
+        warnings.warn(
+            f"kernelize() will leave the norms of transformers' models as they are: transformers "
+            f"{version('transformers')} wants kernels >= {oldest}, < {newest}, and this is kernels "
+            f"{installed}. replace_norms(model) works with any version.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+_warn_of_versions()
 
 # Not by mode: the layer serves them all.
 KERNEL_MAPPING = {
