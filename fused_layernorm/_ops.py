@@ -128,7 +128,12 @@ if extension:
 
     @torch.library.register_fake(norm_forward)
     def _(x, residual, gate, weight, bias, philox, *given):
+        if "torch._inductor.config" in sys.modules:
+            from .integrations import inductor
+
+            inductor.install()
         options = reference.Options(*given)
+        z_dtype = reference.z_dtype(residual, options)
         shape = x.shape[x.dim() - options.normalized_ndim :]
         own = [t if t is not None and t.dim() == len(shape) else None for t in (weight, bias)]
         offset = options.weight_offset if own[0] is weight else 0.0
@@ -136,7 +141,7 @@ if extension:
         rows = x.shape[: x.dim() - len(shape)]
         return (
             x.new_empty(x.shape, dtype=options.out_dtype or x.dtype),
-            x.new_empty(x.shape if options.residual_dtype else 0, dtype=options.residual_dtype or x.dtype),
+            x.new_empty(0 if z_dtype is None else x.shape, dtype=z_dtype or x.dtype),
             x.new_empty((1 if options.is_rms_norm else 3, *rows), dtype=reference.accumulation_dtype(x.dtype)),
         )
 
@@ -226,7 +231,7 @@ def _register_sharding_rules() -> None:
             rows = Shard(dim)
             parameters = [of_parameter(t, x, dim) for t in (gate, weight, bias)]
             found.append((
-                [rows, rows if options.residual_dtype else Replicate(), Shard(dim + 1)],
+                [rows, rows if residual is not None or options.residual_dtype else Replicate(), Shard(dim + 1)],
                 [rows, if_given(residual, rows), *parameters, None, *no_tensors],
             ))  # fmt: skip
         return found

@@ -487,6 +487,11 @@ def _norm(x, residual, gate, weight, bias, **given):
     elif path == "kernel":
         y, z = NormFunction.apply(*tensors, options, rounding)
     else:
+        z_dtype = options.residual_dtype
+        options = options._replace(  # None for defaults: AOTInductor of torch 2.11 hands other dtypes over
+            out_dtype=None if options.out_dtype == x.dtype else options.out_dtype,
+            residual_dtype=None if residual is not None and z_dtype == residual.dtype else z_dtype,
+        )
         y, z, _ = _ops.norm_forward(*tensors, *options)
     if not adds:
         return F.dropout(y, outside_p) if outside_p else y

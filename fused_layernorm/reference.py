@@ -321,11 +321,11 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """y and z (None without a load stage) of the operator norm_forward, from its arguments::
 
-        z = residual + keep * dropout_scale * gate * x      (x itself without residual_dtype)
+        z = residual + keep * dropout_scale * gate * x      (x itself without z_dtype)
         x_hat = (z - mean) * rstd                           u = x_hat * (weight + weight_offset) + bias
         y = keep * dropout_scale * activation(u)
 
-    z is rounded to residual_dtype before the statistics are taken. Without stats_grad, mean and rstd are constants to
+    z is rounded to z_dtype before the statistics are taken. Without stats_grad, mean and rstd are constants to
     differentiation. With rounding "llama", x_hat is rounded to z's dtype, and what follows is in the wider of that and
     weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is "torch" for this function: the operations, and so the
     bits, are those of GemmaRMSNorm.
@@ -334,7 +334,8 @@ def norm_forward(
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
     keep = _kept(x, philox, options)
     z = x
-    if options.residual_dtype is not None:
+    stored = z_dtype(residual, options)
+    if stored is not None:
         z = x.to(wide)
         if gate is not None:
             z = z * broadcast(gate, x, ndim)
@@ -342,7 +343,7 @@ def norm_forward(
             z = dropout(z, keep, options.dropout_p, wide)
         if residual is not None:
             z = z + residual
-        z = z.to(options.residual_dtype, copy=True, memory_format=torch.contiguous_format)
+        z = z.to(stored, copy=True, memory_format=torch.contiguous_format)
 
     y, _ = _x_hat_and_rstd(z, tuple(range(-ndim, 0)), options.eps, options.is_rms_norm, options.stats_grad)
     if rounding == "llama":
@@ -355,7 +356,7 @@ def norm_forward(
     y = ACTIVATIONS[options.activation][1](y)
     if keep is not None and options.drops_y:
         y = dropout(y, keep, options.dropout_p, y.dtype)
-    return y.to(options.out_dtype or x.dtype).contiguous(), None if options.residual_dtype is None else z
+    return y.to(options.out_dtype or x.dtype).contiguous(), None if stored is None else z
 
 
 def _llama(x_hat: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, offset: float) -> Tensor:
@@ -365,6 +366,11 @@ def _llama(x_hat: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tenso
         weight = weight.to(wide) + offset if offset else weight.to(wide)  # adding 0 would lose the sign of -0
         y = (y.to(wide) * weight).to(narrow)
     return y if bias is None else y + bias
+
+
+def z_dtype(residual: Tensor | None, options: Options) -> torch.dtype | None:
+    """The dtype of z in forward; None if there is no load stage, and z is x."""
+    return options.residual_dtype or (None if residual is None else residual.dtype)
 
 
 def stats(z: Tensor, *given: Any) -> Tensor:

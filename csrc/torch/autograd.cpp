@@ -336,7 +336,7 @@ void record(const NormCall& call, NormResults& results, bool z_is_y, bool accumu
   node->set_next_edges(std::move(edges));
   torch::autograd::create_gradient_edge(results.y, owner);
   const auto requires_grad = [](const Tensor& input) { return input.defined() && input.requires_grad(); };
-  const bool has_load_stage = call.residual_dtype.has_value();
+  const bool has_load_stage = call.has_load_stage();
   if (has_load_stage && (requires_grad(call.x) || requires_grad(call.residual) || requires_grad(call.gate)))
     torch::autograd::create_gradient_edge(results.z, owner);
 
@@ -356,7 +356,7 @@ void record(const NormCall& call, NormResults& results, bool z_is_y, bool accumu
   static_cast<NormOptions&>(backward) = call;
   backward.z_is_y = z_is_y;
   backward.x_dtype = call.x.scalar_type();
-  if (has_load_stage && !backward.residual_dtype) backward.residual_dtype = results.z.scalar_type();
+  if (has_load_stage) backward.residual_dtype = call.z_dtype();
   const auto dtype_of = [](const Tensor& input) {
     return input.defined() ? OptionalDtype(input.scalar_type()) : std::nullopt;
   };
@@ -375,9 +375,9 @@ class Profiled {
  public:
   explicit Profiled(const NormCall& call) {
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION)) {
-      const char* name = call.residual_dtype ? call.is_rms_norm ? "fused_add_rms_norm" : "fused_add_layer_norm"
-                         : call.is_rms_norm  ? "fused_rms_norm"
-                                             : "fused_layer_norm";
+      const char* name = call.has_load_stage() ? call.is_rms_norm ? "fused_add_rms_norm" : "fused_add_layer_norm"
+                         : call.is_rms_norm    ? "fused_rms_norm"
+                                               : "fused_layer_norm";
       range_.emplace(std::move(*callbacks));
       range_->before(name, static_cast<int64_t>(at::sequence_number::peek()));  // the node's: profilers match the two
     }

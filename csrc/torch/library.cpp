@@ -54,25 +54,20 @@ std::string schema(const char* name, std::initializer_list<std::string_view> req
   return std::string(name) + "(" + arguments + ") -> (" + results + ")";
 }
 
-Tensor or_empty(Tensor& result, const Tensor& like) {
-  return result.defined() ? std::move(result) : at::empty({0}, like.options());
+template <size_t count>
+void push(Stack& stack, std::array<Tensor, count> results, const Tensor& like) {
+  for (Tensor& result : results)
+    stack.emplace_back(result.defined() ? std::move(result) : at::empty({0}, like.options()));
 }
 
 void norm_forward_kernel(const c10::OperatorHandle&, Stack* stack) {
   const NormCall call = call_from<NormCall>(*stack);
-  NormResults results = norm_forward(call, /*save_stats=*/true);
-  at::DimVector shape(call.x.sizes().begin(), call.x.sizes().end() - call.normalized_ndim);
-  shape.insert(shape.begin(), results.stats.size(0));
-  torch::jit::push(*stack, std::move(results.y), or_empty(results.z, call.x), results.stats.view(shape));
+  push(*stack, results_of(call), call.x);
 }
 
 void norm_backward_kernel(const c10::OperatorHandle&, Stack* stack) {
   NormBackwardCall call = call_from<NormBackwardCall>(*stack);
-  call.stats = call.stats.contiguous();
-  NormGradients found = norm_backward(call);
-  if (shares_gradient(call)) found.residual.reset();  // an operator must not return one tensor twice
-  torch::jit::push(*stack, or_empty(found.x, call.z), or_empty(found.residual, call.z), or_empty(found.gate, call.z),
-                   or_empty(found.weight, call.z), or_empty(found.bias, call.z));
+  push(*stack, results_of(call), call.z);
 }
 
 void implement(torch::Library& library) {

@@ -24,12 +24,13 @@ struct NormOptions {
   double eps = 0;
   double weight_offset = 0;
   bool is_rms_norm = false;
-  bool stats_grad = true;        // false: mean and rstd are constants in backward
-  int64_t activation = 0;        // an Activation of norm_params.h
-  double dropout_p = 0;          // ignored without philox
-  bool drops_y = false;          // dropout applies to y, not to x
-  OptionalDtype out_dtype;       // of y; none: x's
-  OptionalDtype residual_dtype;  // of z, x's or fp32; none: there is no load stage, and z is x
+  bool stats_grad = true;   // false: mean and rstd are constants in backward
+  int64_t activation = 0;   // an Activation of norm_params.h
+  double dropout_p = 0;     // ignored without philox
+  bool drops_y = false;     // dropout applies to y, not to x
+  OptionalDtype out_dtype;  // of y; none: x's
+  // Of z, x's or fp32. None: residual's in forward; without a residual there is no load stage, and z is x.
+  OptionalDtype residual_dtype;
 
   template <class Self, class Function>
   static void for_each_option(Self& self, Function&& function) {
@@ -64,11 +65,14 @@ struct NormCall : NormOptions {
     function("philox", self.philox);
     for_each_option(self, function);
   }
+
+  bool has_load_stage() const { return residual_dtype || residual.defined(); }
+  at::ScalarType z_dtype() const { return residual_dtype.value_or((residual.defined() ? residual : x).scalar_type()); }
 };
 
 struct NormResults {
   at::Tensor y, z;   // z is undefined without a load stage
-  at::Tensor stats;  // [1, rows] for RMSNorm (rstd), [3, rows] for LayerNorm (rstd, mean, mean_tail)
+  at::Tensor stats;  // [1, *x's leading dimensions] for RMSNorm (rstd), [3, *] for LayerNorm (rstd, mean, mean_tail)
 };
 
 NormResults norm_forward(const NormCall& call, bool save_stats);

@@ -418,7 +418,7 @@ int64_t check_forward(const NormCall& call) {
   TORCH_CHECK_VALUE(call.weight.defined() || call.weight_offset == 0.0,
                     "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
                         std::to_string(call.weight_offset));
-  const at::ScalarType x_dtype = x.scalar_type(), z_dtype = call.residual_dtype.value_or(x_dtype);
+  const at::ScalarType x_dtype = x.scalar_type(), z_dtype = call.z_dtype();
   check_supported("out_dtype", call.out_dtype.value_or(x_dtype));
   if (call.residual.defined()) {
     TORCH_CHECK(call.residual.sizes() == x.sizes(),
@@ -427,9 +427,8 @@ int64_t check_forward(const NormCall& call) {
   }
   TORCH_CHECK_TYPE(z_dtype == x_dtype || (z_dtype == at::kFloat && x_dtype != at::kDouble),
                    "residual_dtype must be x's dtype, " + dtypes_beside(x_dtype) + ", got " + text(z_dtype));
-  TORCH_CHECK(call.residual_dtype ||
-                  (!call.residual.defined() && !call.gate.defined() && (!call.philox.defined() || call.drops_y)),
-              "residual, gate and dropout of x need residual_dtype, the dtype of their sum");
+  TORCH_CHECK(call.has_load_stage() || (!call.gate.defined() && (!call.philox.defined() || call.drops_y)),
+              "gate and dropout of x need a residual, or residual_dtype, the dtype of z");
   if (call.gate.defined()) {
     const auto gates = segments_of(call.gate, x, normalized_ndim);
     TORCH_CHECK(gates && (*gates == segments || (!call.weight.defined() && !call.bias.defined())) &&
@@ -453,14 +452,18 @@ NormResults norm_forward(const NormCall& call, bool save_stats) {
   const int64_t segments = check_forward(call), normalized_ndim = call.normalized_ndim;
   const Tensor& x = call.x;
   const at::ScalarType x_dtype = x.scalar_type(), y_dtype = call.out_dtype.value_or(x_dtype);
-  const bool has_load_stage = call.residual_dtype.has_value();
-  const at::ScalarType z_dtype = call.residual_dtype.value_or(x_dtype);
+  const bool has_load_stage = call.has_load_stage();
+  const at::ScalarType z_dtype = call.z_dtype();
   const DeviceScope scope(x);
   const Extent extent = extent_of(x, normalized_ndim);
   NormResults results;
   results.y = empty(x.sizes(), y_dtype, x);
   if (has_load_stage) results.z = empty(x.sizes(), z_dtype, x);
-  if (save_stats) results.stats = empty({call.is_rms_norm ? 1 : 3, extent.rows}, accumulation_type(x_dtype), x);
+  if (save_stats) {
+    at::DimVector shape(x.sizes().begin(), x.sizes().end() - normalized_ndim);
+    shape.insert(shape.begin(), call.is_rms_norm ? 1 : 3);
+    results.stats = empty(shape, accumulation_type(x_dtype), x);
+  }
   if (results.y.numel() == 0) return results;
 
   NormForwardParams params{};

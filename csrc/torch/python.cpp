@@ -1,5 +1,7 @@
 // The Python module: the call of plain eager mode, whose arguments are read by hand (through pybind11 a call without
 // gradients takes half as long again), and the callbacks that fused_layernorm/_ops.py sets.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
 #include <torch/csrc/Dtype.h>
@@ -40,6 +42,12 @@ bool read(PyObject* object, double& number) {
   return !(number == -1.0 && PyErr_Occurred());
 }
 
+bool read(PyObject* object, int64_t& number) {
+  if (!PyLong_Check(object) || PyBool_Check(object)) return false;
+  number = PyLong_AsLongLong(object);
+  return !(number == -1 && PyErr_Occurred());
+}
+
 bool read(PyObject* object, bool& flag) {
   flag = object == Py_True;
   return flag || object == Py_False;
@@ -49,6 +57,13 @@ bool read(PyObject* object, OptionalDtype& dtype) {
   if (object == Py_None) return true;
   if (!THPDtype_Check(object)) return false;
   dtype = reinterpret_cast<THPDtype*>(object)->scalar_type;
+  return true;
+}
+
+bool read(PyObject* object, at::ScalarType& dtype) {
+  OptionalDtype found;
+  if (!read(object, found) || !found) return false;
+  dtype = *found;
   return true;
 }
 
@@ -172,8 +187,7 @@ struct PythonCall {
     norm.activation = activation.number;
     norm.drops_y = !adds;
     if (!training) norm.dropout_p = 0;
-    if (adds && !norm.residual_dtype)
-      norm.residual_dtype = norm.residual.defined() ? norm.residual.scalar_type() : dtype;
+    if (adds && !norm.residual.defined() && !norm.residual_dtype) norm.residual_dtype = dtype;
     if (memory_efficient) {
       if (adds || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
           norm.out_dtype.value_or(dtype) != dtype)
@@ -282,6 +296,65 @@ PyObject* py_takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   END_HANDLE_TH_ERRORS
 }
 
+// call_norm_forward(*arguments, used) -> tuple, and call_norm_backward: the operator with these arguments, past the
+// dispatcher and autograd, for the code that Inductor generates. Bit i of `used`: result i is read. The others may be
+// None, and statistics that are not read are not computed.
+template <class Call>
+PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  constexpr bool is_forward = std::is_same_v<Call, NormCall>;
+  Call call;
+  Py_ssize_t at = 0;
+  int64_t used = 0;
+  bool is_read = true, is_plain = true;
+  Call::for_each(call, [&](const char*, auto& field) {
+    is_read = is_read && at < count;
+    if (!is_read) return;
+    PyObject* object = arguments[at++];
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, Tensor>) {
+      if (object == Py_None) return;
+      is_read = THPVariable_Check(object);  // a subclass, too: takes_kernel() asks what it overrides
+      if (is_read) field = THPVariable_Unpack(object);
+      is_plain = is_plain && takes_kernel({field});
+    } else {
+      is_read = read(object, field);
+    }
+  });
+  TORCH_CHECK_TYPE(is_read && at + 1 == count && read(arguments[at], used),
+                   "expected the operator's arguments and a number whose bits say which results are read");
+  decltype(results_of(call)) results;
+  {
+    const py::gil_scoped_release without_gil;
+    if (is_plain) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      if constexpr (is_forward) {
+        results = results_of(call, (used & 4) != 0);
+      } else {
+        results = results_of(call);
+      }
+    } else {
+      static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(
+          is_forward ? "fused_layernorm::norm_forward" : "fused_layernorm::norm_backward", "");
+      torch::jit::Stack stack = stack_of(call);
+      op.callBoxed(stack);
+      for (size_t i = 0; i < results.size(); ++i) results[i] = stack[i].toTensor();
+    }
+  }
+  py::tuple found(results.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].defined() && (used >> i & 1) != 0) {
+      if constexpr (is_forward) {
+        results[i] = at::empty({0}, call.x.options());
+      } else {
+        results[i] = at::empty({0}, call.z.options());
+      }
+    }
+    found[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(results[i])));
+  }
+  return found.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
 template <class Function>
 PyCFunction as_method(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
@@ -290,6 +363,8 @@ PyCFunction as_method(Function* function) {
 PyMethodDef methods[] = {
     {"norm", as_method(norm_or_fallback), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"try_norm", as_method(try_norm), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"call_norm_forward", as_method(call_operator<NormCall>), METH_FASTCALL, nullptr},
+    {"call_norm_backward", as_method(call_operator<NormBackwardCall>), METH_FASTCALL, nullptr},
     {"takes_kernel", as_method(py_takes_kernel), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
