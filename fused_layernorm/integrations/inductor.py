@@ -146,7 +146,7 @@ def _fold_residual(graph: Graph, norm: Node) -> Node | None:
     pair = _stream(*terms, dtype) or _stream(*terms[::-1], dtype)
     if pair is None or results is None or 1 in results:
         return None
-    if views and not all(_is(user, _ops.norm_backward) for user in results[2].users if 2 in results):
+    if views and 2 in results and not all(_is(user, _ops.norm_backward) for user in results[2].users):
         return None  # stats would have another shape
     # The norm runs in the place of the sum, or behind it where its parameters are made later.
     place = max(t for t in (z, weight, bias) if t is not None)
@@ -315,12 +315,17 @@ def _is_kernel(node: Node) -> bool:
     return packet.__name__ in _KERNELS or packet.__name__.startswith("_scaled_dot_product")
 
 
+def _is_view(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+
+
 def _is_in_memory(node: Node) -> bool:
     """Whether the value is written to memory anyway: else Inductor adds to it while it computes it, and a norm
     that adds it would cost a write and a read."""
     if any(user.op == "output" or _is_kernel(user) for user in node.users):
         return True
-    while _is(node, operator.getitem, _CAST, *_VIEWS):
+    while _is(node, operator.getitem, _CAST, *_VIEWS) or _is_view(node):
         node = node.args[0]
     return node.op != "call_function" or _is_kernel(node)
 

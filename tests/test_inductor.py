@@ -1,0 +1,876 @@
+"""fused_layernorm/integrations/inductor.py: what is folded and what must not be, the results, and what Inductor writes.
+
+Most tests run the pass in a backend that ends in eager mode (`fold_backend`), with Inductor's decompositions and
+partitioner: the graphs are the same, and no C++ is compiled.
+"""
+
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import DEVICES, assert_no_worse
+from torch.utils.checkpoint import checkpoint
+
+import fused_layernorm
+from fused_layernorm import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    _backend,
+    fused_adaptive_layer_norm,
+    fused_add_layer_norm,
+    fused_layer_norm,
+    fused_rms_norm,
+    replace_norms,
+)
+from fused_layernorm.integrations import inductor
+
+ROOT = Path(__file__).parents[1]
+SIZE = 16
+bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+
+pytestmark = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="the operators are the extension's")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    import torch._inductor.config as config
+
+    torch.compiler.reset()
+    inductor.enable()
+    inductor.counters.clear()
+    torch.manual_seed(0)
+    with config.patch(force_disable_caches=True, joint_custom_pre_pass=None):
+        yield
+    inductor.enable()
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if not _backend.has_kernels_for(request.param):
+        pytest.skip("no kernels here")
+    return request.param
+
+
+def fold_backend(model, inputs, **options):
+    """torch.compile's way through AOTAutograd with the pass that is in Inductor's configuration; then eager mode."""
+    import torch._inductor.config as config
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def passes(graph):
+        for each in (
+            config.joint_custom_pre_pass
+            if isinstance(config.joint_custom_pre_pass, list)
+            else [config.joint_custom_pre_pass]
+        ):
+            if each is not None:
+                each(graph)
+        graph.lint()
+
+    def inference(module, example):
+        passes(module.graph)
+        module.recompile()
+        return make_boxed_func(module)
+
+    def partition(joint, *arguments, **options):
+        passes(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, *arguments, **options)
+
+    return aot_autograd(
+        fw_compiler=lambda module, example: make_boxed_func(module), inference_compiler=inference,
+        partition_fn=partition, decompositions=select_decomp_table(),
+    )(model, inputs)  # fmt: skip
+
+
+def leaf(*shape, dtype=fp32, device="cpu"):
+    return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+
+
+def results_of(function, leaves):
+    """Outputs, then gradients, for a loss that weighs every element differently."""
+    outputs = function(*leaves)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    loss = sum(
+        (y.to(fp64) * torch.linspace(-1, 2, y.numel(), device=y.device, dtype=fp64).view(y.shape)).sum()
+        for y in outputs
+    )
+    return outputs + list(torch.autograd.grad(loss, leaves, allow_unused=True))
+
+
+def check(function, leaves, training, inference, backend=fold_backend, **options):
+    """Folds counted, and results no worse than those of eager mode by the measure of float64.
+
+    The error allowed is twice that of eager mode and 4 machine epsilons of the tensor's size (assert_no_worse)."""
+    wide = [t.detach().to(fp64).requires_grad_() if t.is_floating_point() else t for t in leaves]
+    truth = results_of(function, wide)
+    eager = results_of(function, leaves)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
+    found = results_of(compiled, leaves)
+    assert inductor.counters == Counter(training)
+    for i, (actual, original, reference) in enumerate(zip(found, eager, truth, strict=True)):
+        assert (actual is None) == (original is None)
+        if original is not None:
+            assert_no_worse(actual, original, reference, f"result {i}")
+    inductor.counters.clear()
+    with torch.no_grad():
+        outputs = compiled(*leaves)
+    assert inductor.counters == Counter(inference)
+    for actual, original, reference in zip(
+        [outputs] if isinstance(outputs, torch.Tensor) else outputs, eager, truth, strict=False
+    ):
+        assert_no_worse(actual, original.detach(), reference, "without gradients")
+
+
+def norm(x, weight, bias):
+    return fused_layer_norm(x, weight, bias)
+
+
+# ---- what is folded --------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm1, self.norm2 = norm(SIZE), norm(SIZE)
+        self.mix, self.up, self.down = (torch.nn.Linear(*s, bias=False) for s in ((SIZE, SIZE), (SIZE, 24), (24, SIZE)))
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(x))
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, norm=torch.nn.LayerNorm, checkpointed=False, broken=False):
+        super().__init__()
+        self.blocks, self.last = torch.nn.ModuleList([Block(norm), Block(norm)]), norm(SIZE)
+        self.checkpointed, self.broken = checkpointed, broken
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, 0.2, 0.3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            if self.broken:
+                torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def of_model(model):
+    """A function of x and the parameters, for model's dtype or another."""
+    modules = [*model.blocks, model.last]
+
+    def function(x, *parameters):
+        parameters = iter(parameters)
+        for module in modules:
+            own = {name: next(parameters) for name, _ in module.named_parameters()}
+
+            def call(x, *values, module=module, names=tuple(own)):
+                return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (x,))
+
+            is_recomputed = model.checkpointed and module is not model.last
+            x = checkpoint(call, x, *own.values(), use_reentrant=False) if is_recomputed else call(x, *own.values())
+        return x
+
+    return function
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "bf16", "checkpointed"])
+def test_models(device, kind):
+    """two blocks: each sum but the first goes into a norm, each gradient of a sum into a backward"""
+    model = Model(torch.nn.RMSNorm if kind == "rms_norm" else torch.nn.LayerNorm, kind == "checkpointed").to(device)
+    replace_norms(model)
+    dtype = bf16 if kind == "bf16" else fp32
+    leaves = [leaf(2, 5, SIZE, dtype=dtype, device=device)]
+    leaves += [p.detach().to(dtype).requires_grad_() for p in model.parameters()]
+    # A norm is not folded with a sum of another checkpointed region, whose recomputation it would need
+    residual = 2 if kind == "checkpointed" else 4
+    check(of_model(model), leaves, {"residual": residual, "grad_residual": 4}, {"residual": 4})
+
+
+def sizes():
+    """What follows is called with these: x, the other term, a matrix, weight and bias."""
+    return [(2, 5, SIZE), (2, 5, SIZE), (SIZE, SIZE), (SIZE,), (SIZE,)]
+
+
+def one_sum(x, r, m, weight, bias):
+    return norm(r + x @ m, weight, bias)
+
+
+def used_elsewhere(x, r, m, weight, bias):
+    z = x @ m + r
+    return norm(z, weight, bias) @ m, z @ m, z.sin(), z
+
+
+def two_norms_of_one_sum(x, r, m, weight, bias):
+    z = x @ m + r
+    return norm(z, weight, bias), fused_rms_norm(z, weight)
+
+
+def chain(x, r, m, weight, bias):
+    z = r + x @ m
+    z2 = z + norm(z, weight, bias) @ m
+    return norm(z2 + fused_rms_norm(z2, weight) @ m, bias, weight)
+
+
+def flattened(x, r, m, weight, bias):
+    z = r + x @ m
+    y = norm(z.view(-1, SIZE), weight, bias)
+    return z + (y @ m).view(z.shape)
+
+
+def unflattened(x, r, m, weight, bias):
+    z = x.view(-1, SIZE) @ m + r.view(-1, SIZE)
+    return z + (norm(z.view(2, -1, SIZE), weight, bias) @ m).reshape(-1, SIZE)
+
+
+def two_dimensions(x, r, m, weight, bias):
+    z = r + x @ m
+    return fused_layer_norm(z, weight.expand(5, -1) * 2, bias.expand(5, -1) + 1, normalized_shape=(5, SIZE))
+
+
+def activated(x, r, m, weight, bias):
+    return fused_layer_norm(r + x @ m, weight, bias, activation="gelu")
+
+
+def modulated(x, r, m, weight, bias):
+    scale, shift = ((t + x[:, 0]).unsqueeze(1) for t in (weight, bias))
+    return fused_adaptive_layer_norm(r + x @ m, scale, shift)
+
+
+def late_weight(x, r, m, weight, bias):
+    z = r + x @ m
+    return fused_layer_norm(z, (weight @ m).sin(), bias)
+
+
+def without_parameters(x, r, m, weight, bias):
+    z = r + x @ m
+    return z @ m + fused_rms_norm(z, normalized_shape=SIZE, stats_grad=False) + weight + bias
+
+
+def gradient_of_graph_input(x, r, m, weight, bias):
+    return norm(x, weight, bias) @ m + x * r
+
+
+def wider_result(x, r, m, weight, bias):
+    return fused_layer_norm(r + x @ m, weight, bias, out_dtype=fp64)
+
+
+FOLDED = [
+    (one_sum, 1, 0), (used_elsewhere, 1, 1), (two_norms_of_one_sum, 1, 1), (chain, 3, 2), (flattened, 1, 1),
+    (unflattened, 1, 1), (two_dimensions, 1, 0), (activated, 1, 0), (modulated, 1, 0), (late_weight, 1, 0),
+    (without_parameters, 1, 1), (gradient_of_graph_input, 0, 1), (wider_result, 1, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, residual, grad_residual", FOLDED, ids=[f.__name__ for f, *_ in FOLDED])
+def test_folded(device, function, residual, grad_residual):
+    expected = {"residual": residual, "grad_residual": grad_residual}
+    check(
+        function,
+        [leaf(*s, device=device) for s in sizes()],
+        {k: v for k, v in expected.items() if v},
+        {"residual": residual} if residual else {},
+    )
+
+
+@pytest.mark.parametrize("function", [one_sum, used_elsewhere, chain, flattened, modulated])
+def test_symbolic_sizes(device, function):
+    """dynamic=True: the folds of fixed sizes, in one graph for every batch"""
+    compilations = []
+
+    def backend(model, inputs, **options):
+        compilations.append(model)
+        return fold_backend(model, inputs, **options)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    expected = next(row[1:] for row in FOLDED if row[0] is function)
+    counts = []
+    for rows in (5, 7):
+        leaves = [
+            leaf(2, rows, SIZE, device=device),
+            leaf(2, rows, SIZE, device=device),
+            *(leaf(*s, device=device) for s in sizes()[2:]),
+        ]
+        wide = [t.detach().to(fp64).requires_grad_() for t in leaves]
+        for triple in zip(
+            results_of(compiled, leaves), results_of(function, leaves), results_of(function, wide), strict=True
+        ):
+            if triple[1] is not None:
+                assert_no_worse(*triple, "dynamic")
+        counts.append(len(compilations))
+    assert (inductor.counters["residual"], inductor.counters["grad_residual"]) == expected
+    assert counts[0] == counts[1]
+
+
+# ---- what is not -----------------------------------------------------------------------------------------------------
+
+
+def broadcast(x, r, m, weight, bias):
+    return norm(x @ m + r[:1, :1], weight, bias)
+
+
+def alpha(x, r, m, weight, bias):
+    return norm(torch.add(x @ m, r, alpha=2), weight, bias)
+
+
+def number(x, r, m, weight, bias):
+    return norm(x @ m + 1.0, weight, bias)
+
+
+def permuted(x, r, m, weight, bias):  # the sum has the strides of its terms, z of the operator would be contiguous
+    z = (x @ m).transpose(0, 1) + r.transpose(0, 1)
+    return norm(z, weight, bias), z.transpose(0, 1).reshape(-1)
+
+
+def twice(x, r, m, weight, bias):
+    z = x @ m
+    return norm(z + z, weight, bias)
+
+
+def pointwise(x, r, m, weight, bias):  # Inductor adds where it computes sin
+    return norm(r + (x @ m).sin(), weight, bias)
+
+
+def weight_of_z(x, r, m, weight, bias):
+    z = r + x @ m
+    return fused_layer_norm(z, z.mean((0, 1)) + weight, bias)
+
+
+def dropped(x, r, m, weight, bias):
+    return fused_layer_norm(r + x @ m, weight, bias, dropout_p=0.0, training=True), r
+
+
+def has_residual(x, r, m, weight, bias):
+    return fused_add_layer_norm(x @ m + r, r, weight, bias)[0]
+
+
+def other_columns(x, r, m, weight, bias):  # the view changes the rows
+    return fused_layer_norm((r + x @ m).view(2, 5, 4, 4), weight[:4].clone(), bias[4:8].clone())
+
+
+def whole_of_parts(x, r, m, weight, bias):  # a view of the sum whose rows have parameters of their own
+    scale = (weight + x[:, 0]).unsqueeze(1)
+    return fused_adaptive_layer_norm((r + x @ m).view(2, 5, 1, SIZE), scale[:, None], scale[:, None])
+
+
+LEFT = [broadcast, alpha, number, permuted, twice, pointwise, weight_of_z, has_residual, other_columns, whole_of_parts]
+
+
+@pytest.mark.parametrize("function", LEFT, ids=[f.__name__ for f in LEFT])
+def test_left_alone(device, function):
+    leaves = [leaf(*s, device=device) for s in sizes()]
+    check(function, leaves, {}, {})
+
+
+def test_dropout_of_y_is_left(device):
+    """its backward has other numbers a call, so that only the count is compared"""
+    x, r, m, weight, bias = [leaf(*s, device=device) for s in sizes()]
+    call = torch.compile(
+        lambda: fused_layer_norm(r + x @ m, weight, bias, dropout_p=0.5), backend=fold_backend, fullgraph=True
+    )
+    zeros = (call() == 0).float().mean().item()
+    assert 0.2 < zeros < 0.8 and inductor.counters == Counter()  # 160 elements: 7 sigma
+
+
+def test_aliased_inputs(device):
+    """one tensor as several inputs, and two views of one"""
+    m, weight, bias = [leaf(*s, device=device) for s in sizes()[2:]]
+    base = leaf(2, 2, 5, SIZE, device=device)
+
+    def same(x, m, weight, bias):
+        return one_sum(x, x, m, weight, bias) + norm(x, weight, weight)
+
+    def parts(base, m, weight, bias):
+        return one_sum(base[0], base[1], m, weight, bias)
+
+    check(same, [leaf(2, 5, SIZE, device=device), m, weight, bias], {"residual": 1}, {"residual": 1})
+    inductor.counters.clear()
+    check(parts, [base, m, weight, bias], {"residual": 1}, {"residual": 1})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_input_that_is_written(device, when):
+    """the norm reads the residual as it was, though the graph writes to it"""
+    x, r, m, weight, bias = [leaf(*s, device=device).detach() for s in sizes()]
+
+    def function(x, r, m, weight, bias):
+        z = r + x @ m
+        if when == "before":
+            r.mul_(2)
+        y = norm(z, (weight @ m).sin(), bias)
+        r.add_(1)
+        return y
+
+    states = [r.clone(), r.clone()]
+    found = torch.compile(function, backend=fold_backend, fullgraph=True)(x, states[0], m, weight, bias)
+    torch.testing.assert_close(found, function(x, states[1], m, weight, bias))
+    assert torch.equal(*states) and inductor.counters == Counter(residual=1)
+
+
+def graph_of(*, writes):
+    """A graph as the pass gets it: a sum, perhaps a write to one of its terms, a weight, the norm."""
+    from torch._subclasses import FakeTensorMode
+
+    mode, graph = FakeTensorMode(), torch.fx.Graph()
+    shapes = {"a": (3, 8), "b": (3, 8), "c": (3, 8), "w": (8,)}
+    nodes = {name: graph.placeholder(name) for name in shapes}
+    with mode:
+        for name, node in nodes.items():
+            node.meta["val"] = torch.empty(shapes[name])
+    z = inductor._call(graph, nodes["a"], torch.ops.aten.add.Tensor, (nodes["a"], nodes["b"]))
+    if writes:
+        graph.call_function(torch.ops.aten.copy_.default, (nodes["b"], nodes["c"]))
+    weight = inductor._call(graph, nodes["w"], torch.ops.aten.sin.default, (nodes["w"],))
+    arguments = (z, None, None, weight, None, None, *fused_layernorm.reference.Options(1, 1e-5))
+    found = inductor._call(graph, z, fused_layernorm._ops.norm_forward, arguments)
+    y = inductor._call(graph, z, __import__("operator").getitem, (found, 0))
+    graph.output((y, z))
+    return graph
+
+
+def test_nothing_moves_across_a_write():
+    for writes in (False, True):
+        inductor.counters.clear()
+        graph = graph_of(writes=writes)
+        values = [torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)]
+        expected = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(*[v.clone() for v in values])
+        inductor.fold(graph)
+        graph.lint()
+        assert inductor.counters == Counter({} if writes else {"residual": 1})
+        found = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(*[v.clone() for v in values])
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# ---- float32 streams -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("narrow", [bf16, torch.float16])
+def test_float32_stream(device, narrow):
+    """16-bit products added to a float32 stream, float32 weights: no cast is left around the norms"""
+
+    def block(stream, m, weight, bias):
+        for _ in range(2):
+            stream = stream + (norm(stream, weight, bias).to(narrow) @ m).float()
+        return norm(stream, weight, bias).to(narrow) @ m, stream
+
+    leaves = [
+        leaf(2, 5, SIZE, device=device),
+        leaf(SIZE, SIZE, dtype=narrow, device=device),
+        leaf(SIZE, device=device),
+        leaf(SIZE, device=device),
+    ]
+    found = []
+
+    def backend(model, inputs, **options):
+        return fold_backend(model, inputs, **options)
+
+    eager = results_of(block, leaves)
+    truth = results_of(
+        lambda s, m, w, b: block_in(fp64, s, m, w, b), [t.detach().double().requires_grad_() for t in leaves]
+    )
+    found = results_of(torch.compile(block, backend=backend, fullgraph=True), leaves)
+    assert inductor.counters == Counter(residual=2, grad_residual=3, cast=3)
+    for i, triple in enumerate(zip(found, eager, truth, strict=True)):
+        assert_no_worse(*triple, f"result {i}")
+    assert torch.equal(found[1], eager[1])  # the stream, to the bit
+
+
+def block_in(dtype, stream, m, weight, bias):
+    for _ in range(2):
+        stream = stream + (norm(stream, weight, bias).to(dtype) @ m).to(stream.dtype)
+    return norm(stream, weight, bias).to(dtype) @ m, stream
+
+
+def test_autocast(device):
+    """the stream is float32, linear layers are bf16"""
+    model = Model().to(device)
+    replace_norms(model)
+    x = leaf(2, 5, SIZE, device=device)
+    parameters = [p.detach().requires_grad_() for p in model.parameters()]
+
+    def under_autocast(*leaves):
+        with torch.autocast(torch.device(device).type, bf16):
+            return of_model(model)(*leaves)
+
+    truth = results_of(of_model(model), [t.detach().double().requires_grad_() for t in (x, *parameters)])
+    eager = results_of(under_autocast, [x, *parameters])
+    found = results_of(torch.compile(under_autocast, backend=fold_backend, fullgraph=True), [x, *parameters])
+    assert inductor.counters == Counter(residual=4, grad_residual=4, cast=4)
+    for i, triple in enumerate(zip(found, eager, truth, strict=True)):
+        assert_no_worse(*triple, f"result {i}")
+
+
+def test_cast_that_stays(device):
+    """y is read in float32, too, or in two dtypes: it stays float32"""
+
+    def both(x, r, m, weight, bias):
+        y = norm(r + x @ m, weight, bias)
+        return y.to(bf16), y.sin()
+
+    def two(x, r, m, weight, bias):
+        y = norm(r + x @ m, weight, bias)
+        return y.to(bf16), y.to(torch.float16)
+
+    for function in (both, two):
+        inductor.counters.clear()
+        leaves = [leaf(*s, device=device) for s in sizes()]
+        with torch.no_grad():
+            found = torch.compile(function, backend=fold_backend, fullgraph=True)(*leaves)
+            for actual, expected in zip(found, function(*leaves), strict=True):
+                assert actual.dtype == expected.dtype
+                torch.testing.assert_close(actual, expected)
+        assert inductor.counters == Counter(residual=1)
+
+
+# ---- around the graph ------------------------------------------------------------------------------------------------
+
+
+def test_graph_breaks(device):
+    """each graph by itself (a block is one, compiled once): its first sum is in the graph before"""
+    model = Model(broken=True).to(device)
+    replace_norms(model)
+    x = leaf(2, 5, SIZE, device=device)
+    y = torch.compile(model, backend=fold_backend)(x)
+    torch.testing.assert_close(y, model(x))
+    assert inductor.counters == Counter(residual=1, grad_residual=2)
+
+
+def test_inference_mode(device):
+    model = Model().to(device).eval()
+    replace_norms(model)
+    x = torch.randn(2, 5, SIZE, device=device)
+    with torch.inference_mode():
+        y = torch.compile(model, backend=fold_backend, fullgraph=True)(x)
+        torch.testing.assert_close(y, model(x))
+    assert inductor.counters == Counter(residual=4)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_data_parallel(kind, tmp_path):
+    """compiled, on one process: the gradients of the model by itself, and folds"""
+    import torch.distributed as dist
+
+    single = Model()
+    replace_norms(single)
+    x = torch.randn(2, 5, SIZE)
+    single(x).square().sum().backward()
+    dist.init_process_group("gloo", f"file://{tmp_path / 'meeting_point'}", rank=0, world_size=1)
+    try:
+        model = Model()
+        replace_norms(model)
+        model.load_state_dict(single.state_dict())
+        if kind == "ddp":
+            model = torch.nn.parallel.DistributedDataParallel(model)
+            compiled = torch.compile(model, backend=fold_backend)
+        else:
+            for block in model.blocks:
+                torch.distributed.fsdp.fully_shard(block)
+                block.compile(backend=fold_backend)
+            compiled = torch.distributed.fsdp.fully_shard(model)
+        compiled(x).square().sum().backward()
+        for one, two in zip(model.parameters(), single.parameters(), strict=True):
+            grad = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+            torch.testing.assert_close(grad, two.grad)
+    finally:
+        dist.destroy_process_group()
+    assert inductor.counters["residual"] >= 2 and inductor.counters["grad_residual"] >= 2
+
+
+# ---- Inductor's own code ---------------------------------------------------------------------------------------------
+
+
+def code_of(function, *arguments):
+    from torch._inductor.utils import run_and_get_code
+
+    result, code = run_and_get_code(function, *arguments)
+    return result, "\n".join(code)
+
+
+def stream_of(x, m, weight, bias):
+    """Nothing but products, norms and their sums: Inductor has no kernel to compile."""
+    z = x + fused_rms_norm(x, weight) @ m
+    return fused_layer_norm(z, weight, bias) @ m
+
+
+@pytest.mark.slow
+def test_inductor(device):
+    """direct calls, told which results are read; no operator is left; the results of eager mode"""
+    leaves = [leaf(2, 5, SIZE, device=device), *(leaf(*s, device=device) for s in sizes()[2:])]
+    compiled = torch.compile(stream_of, fullgraph=True)
+    direction = torch.randn(2, 5, SIZE, device=device)
+
+    def step():
+        return torch.autograd.grad(compiled(*leaves), leaves, direction)
+
+    found, code = code_of(step)
+    assert inductor.counters == Counter(residual=1, grad_residual=1)
+    assert code.count(".call_norm_forward(") == 2 and code.count(".call_norm_backward(") == 2
+    assert "torch.ops.fused_layernorm" not in code
+    for one, two in zip(found, torch.autograd.grad(stream_of(*leaves), leaves, direction), strict=True):
+        torch.testing.assert_close(one, two)
+    with torch.no_grad():
+        y, code = code_of(compiled, *leaves)
+        torch.testing.assert_close(y, stream_of(*leaves))
+    reads = [line.rsplit(", ", 1)[1].strip(" )") for line in code.splitlines() if ".call_norm_forward(" in line]
+    assert reads == ["1", "1"]  # y alone: no statistics
+
+
+@pytest.mark.slow
+def test_inductor_turned_off(device):
+    """the operators, through the dispatcher"""
+    torch.compile(fused_layer_norm)(*(torch.ones(s, device=device) for s in ((2, SIZE), SIZE)))  # installs the hooks
+    inductor.disable()
+    leaves = [torch.randn(2, 5, SIZE, device=device), *(leaf(*s, device=device).detach() for s in sizes()[2:])]
+    y, code = code_of(torch.compile(stream_of, fullgraph=True), *leaves)
+    assert code.count("= torch.ops.fused_layernorm.norm_forward") == 2 and "call_norm" not in code
+    assert inductor.counters == Counter()
+    torch.testing.assert_close(y, stream_of(*leaves))
+
+
+@pytest.mark.slow
+def test_cpp_wrapper_keeps_the_operator():
+    import torch._inductor.config as config
+
+    leaves = [torch.randn(2, 5, SIZE), *(leaf(*s).detach() for s in sizes()[2:])]
+    with config.patch(cpp_wrapper=True):
+        try:
+            y, code = code_of(torch.compile(stream_of, fullgraph=True), *leaves)
+        except Exception as error:
+            if "compiler" in str(error).lower():
+                pytest.skip(f"no C++ compiler: {error}")
+            raise
+    assert "norm_forward" in code and "call_norm" not in code
+    assert inductor.counters == Counter(residual=1)
+    torch.testing.assert_close(y, stream_of(*leaves))
+
+
+class Stream(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.linear, self.last = FusedRMSNorm(SIZE), torch.nn.Linear(SIZE, SIZE), FusedLayerNorm(SIZE)
+
+    def forward(self, x):
+        y, z = fused_add_layer_norm(self.linear(self.first(x)), x, self.last.weight, self.last.bias)
+        return self.last(z + self.linear(y))
+
+
+def test_export_is_untouched():
+    program = torch.export.export(Stream(), (torch.randn(3, SIZE),))
+    targets = [str(node.target) for node in program.run_decompositions({}).graph.nodes]
+    assert targets.count("fused_layernorm.norm_forward.default") == 3
+    assert any(target.startswith("aten.add") for target in targets) and inductor.counters == Counter()
+
+
+@pytest.mark.slow
+def test_aot_inductor(tmp_path):
+    """float32 y and z, whose dtypes are given as None (torch 2.11 hands others over)"""
+    model = Stream()
+    x = torch.randn(3, SIZE)
+    program = torch.export.export(model, (x,))
+    try:
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    except Exception as error:
+        if "compiler" in str(error).lower():
+            pytest.skip(f"no C++ compiler: {error}")
+        raise
+    assert inductor.counters["residual"] == 1
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), model(x))
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def user_pass(seen, uuid="theirs"):
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Users(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(sum("norm" in str(node.target) for node in graph.nodes))
+
+        def uuid(self):
+            return uuid
+
+    return Users()
+
+
+def run_once():
+    leaves = [torch.randn(2, 5, SIZE), *(leaf(*s).detach() for s in sizes()[2:])]
+    torch.compiler.reset()
+    return torch.compile(stream_of, backend=fold_backend, fullgraph=True)(*leaves)
+
+
+@pytest.mark.parametrize("form", ["pass", "callable", "list"])
+def test_beside_a_pass_of_the_user(form, monkeypatch):
+    """one that is there before, one that is set later, and it is there again when ours is turned off"""
+    import torch._inductor.config as config
+
+    if form == "list" and not hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes"):
+        pytest.skip("this torch takes one pass")
+    for _ in range(2):  # the second time, it takes the place of our chain
+        seen: list[int] = []
+        theirs = user_pass(seen)
+        theirs = {"pass": theirs, "callable": theirs.__call__, "list": [theirs]}[form]
+        config.joint_custom_pre_pass = theirs
+        inductor.counters.clear()
+        run_once()
+        assert len(seen) == 1 and inductor.counters == Counter(residual=1)
+        assert (config.joint_custom_pre_pass.uuid() is None) == (form == "callable")
+    inductor.disable()
+    assert config.joint_custom_pre_pass is theirs
+    run_once()
+    assert len(seen) == 2 and inductor.counters == Counter(residual=1)  # none more
+    inductor.enable()
+    run_once()
+    assert len(seen) == 3 and inductor.counters == Counter(residual=2)
+
+
+def test_uuid(monkeypatch):
+    """part of the cache's key: another pass of the user, or ours off, is another key"""
+    import torch._inductor.config as config
+
+    config.joint_custom_pre_pass = None
+    inductor.install()
+    ours = config.joint_custom_pre_pass
+    assert ours.uuid() == ours.uuid() is not None
+    config.joint_custom_pre_pass = user_pass([], "one")
+    inductor.install()
+    one = config.joint_custom_pre_pass.uuid()
+    config.joint_custom_pre_pass = user_pass([], "two")
+    inductor.install()
+    two = config.joint_custom_pre_pass.uuid()
+    assert len({repr(u) for u in (ours.uuid(), one, two)}) == 3
+    monkeypatch.setattr(inductor, "_is_enabled", False)
+    assert config.joint_custom_pre_pass.uuid() != two
+
+
+@pytest.mark.parametrize("refusal", ["no configuration", "no pass", "no lowering"])
+def test_hook_that_is_missing(refusal, monkeypatch):
+    """one warning, the graph as it was, the right result"""
+    import torch._inductor.config as config
+    import torch._inductor.lowering as lowering
+
+    def refuse(*arguments, **options):
+        raise AttributeError("gone")
+
+    config.joint_custom_pre_pass = None
+    if refusal == "no configuration":
+        monkeypatch.setitem(sys.modules, "torch._inductor.config", types.SimpleNamespace())
+    elif refusal == "no pass":
+        monkeypatch.setattr(inductor, "_pass_class", refuse)
+    else:
+        monkeypatch.setattr(lowering, "register_lowering", refuse)
+        inductor._lower_to_direct_calls.cache_clear()
+    leaves = [torch.randn(2, 5, SIZE), *(leaf(*s).detach() for s in sizes()[2:])]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if refusal == "no configuration":
+            inductor.install()
+            inductor.install()
+        else:
+            found = [run_once(), run_once()]
+            assert all(y.isfinite().all() for y in found)
+    assert [str(w.message) for w in caught if "hooks into Inductor" in str(w.message)].__len__() == 1
+    assert inductor.counters == Counter()
+    if refusal != "no configuration":
+        monkeypatch.undo()
+        assert torch.compile(stream_of, backend=fold_backend)(*leaves).isfinite().all()
+
+
+FRESH = """
+import sys, torch, fused_layernorm
+from fused_layernorm.integrations import inductor
+assert "torch._inductor.config" not in sys.modules and "torch._dynamo" not in sys.modules
+x = torch.randn(4, 16, requires_grad=True)
+fused_layernorm.fused_layer_norm(x, normalized_shape=16).sum().backward()
+assert "torch._inductor.config" not in sys.modules and "torch._dynamo" not in sys.modules
+if len(sys.argv) > 1:
+    from torch._dynamo.utils import counters
+    m = torch.randn(16, 16)
+    call = torch.compile(lambda x, m: fused_layernorm.fused_layer_norm(x + x @ m, normalized_shape=16))
+    with torch.no_grad():
+        assert torch.allclose(call(x, m), fused_layernorm.fused_layer_norm(x + x @ m, normalized_shape=16), atol=1e-5)
+    print(inductor.counters["residual"], counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def run_fresh(*arguments, **environment):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    done = subprocess.run([sys.executable, "-c", FRESH, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_eager_mode_imports_nothing():
+    assert run_fresh() == []
+
+
+@pytest.mark.slow
+def test_caches(tmp_path):
+    """a second process takes the folded graph from the cache; with the hooks off, it is another entry"""
+    on = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "FUSED_LAYERNORM_FOLD": "1"}
+    assert run_fresh("compile", **on) == ["1", "0", "1"]
+    assert run_fresh("compile", **on) == ["0", "1", "0"]
+    assert run_fresh("compile", **on | {"FUSED_LAYERNORM_FOLD": "0"}) == ["0", "0", "1"]
+
+
+def test_direct_call():
+    """call_norm_forward: the operator's results; by the dispatcher where a mode must see it; bad arguments"""
+    extension = fused_layernorm._ops.extension
+    x, w = torch.randn(3, 8), torch.randn(8)
+    options = fused_layernorm.reference.Options(1, 1e-5)
+    arguments = (x, None, None, w, None, None, *options)
+    expected = fused_layernorm._ops.norm_forward(*arguments)
+    for used in range(8):
+        found = extension.call_norm_forward(*arguments, used)
+        assert torch.equal(found[0], expected[0])
+        assert found[1] is None if not used & 2 else found[1].shape == expected[1].shape
+        assert found[2] is None if not used & 4 else torch.equal(found[2], expected[2])
+
+    class Parameter(torch.nn.Parameter):  # a subclass that overrides nothing
+        pass
+
+    assert torch.equal(extension.call_norm_forward(*arguments[:3], Parameter(w), *arguments[4:], 1)[0], expected[0])
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Names() as mode:
+        extension.call_norm_forward(*arguments, 1)
+    assert "fused_layernorm.norm_forward.default" in mode.names
+    for bad in (arguments, (*arguments, 1, 1), (*arguments[:6], "1", *arguments[7:], 1)):
+        with pytest.raises(TypeError, match="the operator's arguments"):
+            extension.call_norm_forward(*bad)
+
+
+def test_residual_dtype_by_default(device):
+    """norm_forward with a residual and no residual_dtype: z is of residual's dtype; opcheck, gradients"""
+    for x_dtype, residual_dtype in ((bf16, fp32), (fp32, fp32)):
+        x = torch.randn(3, 8, dtype=x_dtype, device=device, requires_grad=True)
+        residual = torch.randn(3, 8, dtype=residual_dtype, device=device, requires_grad=True)
+        options = fused_layernorm.reference.Options(1, 1e-5)
+        arguments = (x, residual, None, None, None, None, *options)
+        torch.library.opcheck(fused_layernorm._ops.norm_forward, arguments)
+        y, z, _ = fused_layernorm._ops.norm_forward(*arguments)
+        expected = fused_add_layer_norm(x, residual, normalized_shape=8)
+        assert torch.equal(y, expected[0]) and torch.equal(z, expected[1])
+        ours = torch.autograd.grad(y.sin().sum() + z.cos().sum(), (x, residual))
+        theirs = torch.autograd.grad(expected[0].sin().sum() + expected[1].cos().sum(), (x, residual))
+        assert all(map(torch.equal, ours, theirs))
