@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from checks import DEVICES, assert_no_worse
 from torch.utils.checkpoint import checkpoint
 
@@ -192,9 +191,13 @@ def test_models(device, kind):
     dtype = bf16 if kind == "bf16" else fp32
     leaves = [leaf(2, 5, SIZE, dtype=dtype, device=device)]
     leaves += [p.detach().to(dtype).requires_grad_() for p in model.parameters()]
-    # A norm is not folded with a sum of another checkpointed region, whose recomputation it would need
-    residual = 2 if kind == "checkpointed" else 4
-    check(of_model(model), leaves, {"residual": residual, "grad_residual": 4}, {"residual": 4})
+    if (
+        kind == "checkpointed"
+    ):  # two sums are in another region than their norms; torch 2.11 has regions in inference, too
+        regions_last = torch.__version__ < (2, 13)
+        check(of_model(model), leaves, {"residual": 2, "grad_residual": 4}, {"residual": 2 if regions_last else 4})
+    else:
+        check(of_model(model), leaves, {"residual": 4, "grad_residual": 4}, {"residual": 4})
 
 
 def sizes():
@@ -800,7 +803,8 @@ if len(sys.argv) > 1:
     call = torch.compile(lambda x, m: fused_layernorm.fused_layer_norm(x + x @ m, normalized_shape=16))
     with torch.no_grad():
         assert torch.allclose(call(x, m), fused_layernorm.fused_layer_norm(x + x @ m, normalized_shape=16), atol=1e-5)
-    print(inductor.counters["residual"], counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+    caches = counters["inductor"]
+    print(inductor.counters["residual"], caches["fxgraph_cache_hit"], caches["fxgraph_cache_miss"])
 """
 
 

@@ -16,6 +16,7 @@ The hooks are private to torch. Where torch refuses them, one warning says so, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
@@ -119,15 +120,16 @@ def _pass_class() -> type:
 
 def fold(graph: Graph) -> None:
     """Fold what surrounds the operators of `graph`, in place. A node that another node still reads keeps its value."""
+    writes = [node for node in graph.nodes if _may_write(node)]
     for node in list(graph.nodes):
-        if _is(node, _ops.norm_forward) and _is_positional(node):
-            _fold_cast(graph, _fold_residual(graph, node) or node)
-        elif _is(node, _ops.norm_backward) and _is_positional(node):
-            node.update_arg(0, _uncast(node.args[0]))  # the kernel reads any dtype
-            _fold_grad_residual(graph, node)
+        with contextlib.suppress(_NoValue):
+            if _is(node, _ops.norm_forward) and _is_positional(node):
+                _fold_cast(graph, _fold_residual(graph, node, writes) or node)
+            elif _is(node, _ops.norm_backward) and _is_positional(node):
+                _fold_grad_residual(graph, node, writes)
 
 
-def _fold_residual(graph: Graph, norm: Node) -> Node | None:
+def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
     """norm(a + b) becomes the norm of a with the residual b, and a + b its second result. Returns the new node."""
     x, residual, gate, weight, bias, philox, *given = norm.args
     options = reference.Options(*given)
@@ -149,15 +151,17 @@ def _fold_residual(graph: Graph, norm: Node) -> Node | None:
     if views and 2 in results and not all(_is(user, _ops.norm_backward) for user in results[2].users):
         return None  # stats would have another shape
     # The norm runs in the place of the sum, or behind it where its parameters are made later.
-    place = max(t for t in (z, weight, bias) if t is not None)
-    if any(user < place for user in z.users) or _writes_between(z, place):
+    place = max([z, *(node for node in norm.all_input_nodes if node is not x)])
+    if any(user < place for user in z.users) or any(min(z, *terms) < write < norm for write in writes):
         return None
 
     y_dtype = options.out_dtype or dtype
-    options = options._replace(  # None for defaults: AOTInductor of torch 2.11 hands other dtypes over
+    options = options._replace(
         out_dtype=None if y_dtype == _val(pair[0]).dtype else y_dtype,
         residual_dtype=None if dtype == _val(pair[1]).dtype else dtype,
     )
+    if _garbles_dtypes() and (options.out_dtype or options.residual_dtype):
+        return None
     new = _insert_behind(place, norm, _ops.norm_forward, (*pair, None, weight, bias, None, *options))
     if not _same_layout(new.meta["val"][1], _val(z)):  # such as a sum of two transposed tensors
         graph.erase_node(new)
@@ -190,6 +194,8 @@ def _fold_cast(graph: Graph, norm: Node) -> None:
     dtype = _val(casts[0]).dtype
     if dtype not in _NARROW or any(_val(u).dtype != dtype or _region(u) != _region(norm) for u in casts):
         return
+    if _garbles_dtypes() and _val(norm.args[0]).dtype != dtype:
+        return
     options = reference.Options(*norm.args[6:])
     options = options._replace(out_dtype=None if _val(norm.args[0]).dtype == dtype else dtype)
     norm.args = (*norm.args[:6], *options)
@@ -202,8 +208,11 @@ def _fold_cast(graph: Graph, norm: Node) -> None:
     counters["cast"] += 1
 
 
-def _fold_grad_residual(graph: Graph, backward: Node) -> None:
+def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> None:
     """grad_x + other becomes grad_x of a backward whose grad_residual_out is `other`, where only the sum is read."""
+    if (narrow := _uncast(backward.args[0])) < backward.args[0] and not any(narrow < w < backward for w in writes):
+        backward.update_arg(0, narrow)  # the kernel reads any dtype
+        backward.meta.pop("eager_input_vals", None)
     grad_output, grad_residual_out, z, stats, x, gate, weight, bias, philox, *given = backward.args
     options, wanted = _ops._split(given)
     is_plain = all(t is None for t in (grad_residual_out, x, gate, philox, options.residual_dtype))
@@ -224,7 +233,9 @@ def _fold_grad_residual(graph: Graph, backward: Node) -> None:
         return
     # It runs where the other gradient is there; who reads another of its results must come later.
     place = max(backward, other)
-    if any(user < place for part in results.values() for user in part.users) or _writes_between(backward, place):
+    if any(user < place for part in results.values() for user in part.users):
+        return
+    if any(min(backward, *terms) < write < total for write in writes):
         return
 
     # A float32 stream: the gradient of what was added to it in 16 bits is the rounded one.
@@ -265,7 +276,13 @@ def _is_positional(node: Node) -> bool:
     return not node.kwargs and len(node.args) == len(node.target._schema.arguments)
 
 
-def _val(node: Node) -> torch.Tensor:
+class _NoValue(Exception):
+    """Raised, before anything is changed, where another pass left a node without a fake value."""
+
+
+def _val(node: Node) -> Any:
+    if "val" not in node.meta:
+        raise _NoValue
     return node.meta["val"]
 
 
@@ -330,16 +347,18 @@ def _is_in_memory(node: Node) -> bool:
     return node.op != "call_function" or _is_kernel(node)
 
 
-def _writes_between(first: Node, last: Node) -> bool:
-    """Whether a node behind first, up to last, may write to memory of other nodes."""
-    node = first
-    while node is not last:
-        node = node.next
-        if isinstance(node.target, torch._ops.HigherOrderOperator) or (
-            isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        ):
-            return True
-    return False
+def _may_write(node: Node) -> bool:
+    """Whether the node may write to memory that others read."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _garbles_dtypes() -> bool:
+    """Whether the graph is for AOTInductor of a torch that hands an optional dtype over as another one."""
+    from torch._inductor.virtualized import V
+
+    return torch.__version__ < (2, 13) and V.aot_compilation is True
 
 
 def _results(node: Node) -> dict[int, Node] | None:
@@ -355,12 +374,13 @@ def _results(node: Node) -> dict[int, Node] | None:
 
 def _call(graph: Graph, like: Node, target: Any, args: tuple) -> Node:
     """A new node with the metadata of `like`, and the value that the target's fake implementation gives."""
-    new = graph.call_function(target, args)
-    new.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")}
-    values = torch.fx.map_arg(args, lambda node: node.meta["val"])
+    values = torch.fx.map_arg(args, _val)
     mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
     with mode, torch.no_grad():
-        new.meta["val"] = target(*values)
+        value = target(*values)
+    new = graph.call_function(target, args)
+    new.meta = {key: meta for key, meta in like.meta.items() if key not in ("tensor_meta", "eager_input_vals")}
+    new.meta["val"] = value
     return new
 
 
@@ -409,7 +429,7 @@ def _lower_to_direct_calls() -> None:
             is_python = not (V.graph.cpp_wrapper or V.graph.aot_mode or getattr(V.graph, "fx_wrapper", False))
             if is_python and hasattr(wrapper, "add_import_once"):
                 wrapper.add_import_once("from fused_layernorm._ops import extension as fused_layernorm_extension")
-                self.python_kernel_name = f"fused_layernorm_extension.call_{self.op_overload._schema.name[17:]}"
+                self.python_kernel_name = f"fused_layernorm_extension.call_{self.op_overload._opname}"
                 is_read = [output.get_name() not in V.graph.removed_buffers for output in self.outputs]
                 self.used = sum(read << i for i, read in enumerate(is_read))
             super().codegen(wrapper)
