@@ -353,6 +353,15 @@ def dropped(x, r, m, weight, bias):
     return fused_layer_norm(r + x @ m, weight, bias, dropout_p=0.0, training=True), r
 
 
+def row_of_z(x, r, m, weight, bias):  # as weight; and the other gradient of z is made of that of the weight
+    z = r + x @ m
+    return fused_adaptive_layer_norm(z, z[:, :1], None)
+
+
+def row_of_x(x, r, m, weight, bias):
+    return fused_adaptive_layer_norm(x, x[:, :1], None) @ m + r
+
+
 def has_residual(x, r, m, weight, bias):
     return fused_add_layer_norm(x @ m + r, r, weight, bias)[0]
 
@@ -366,7 +375,20 @@ def whole_of_parts(x, r, m, weight, bias):  # a view of the sum whose rows have 
     return fused_adaptive_layer_norm((r + x @ m).view(2, 5, 1, SIZE), scale[:, None], scale[:, None])
 
 
-LEFT = [broadcast, alpha, number, permuted, twice, pointwise, weight_of_z, has_residual, other_columns, whole_of_parts]
+LEFT = [
+    broadcast,
+    alpha,
+    number,
+    permuted,
+    twice,
+    pointwise,
+    weight_of_z,
+    row_of_z,
+    row_of_x,
+    has_residual,
+    other_columns,
+    whole_of_parts,
+]
 
 
 @pytest.mark.parametrize("function", LEFT, ids=[f.__name__ for f in LEFT])

@@ -152,7 +152,7 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
         return None  # stats would have another shape
     # The norm runs in the place of the sum, or behind it where its parameters are made later.
     place = max([z, *(node for node in norm.all_input_nodes if node is not x)])
-    if any(user < place for user in z.users) or any(min(z, *terms) < write < norm for write in writes):
+    if any(user <= place for user in z.users) or any(min(z, *terms) < write < norm for write in writes):
         return None
 
     y_dtype = options.out_dtype or dtype
@@ -233,7 +233,7 @@ def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Non
         return
     # It runs where the other gradient is there; who reads another of its results must come later.
     place = max(backward, other)
-    if any(user < place for part in results.values() for user in part.users):
+    if any(user <= place for part in results.values() for user in part.users):
         return
     if any(min(backward, *terms) < write < total for write in writes):
         return
