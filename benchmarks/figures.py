@@ -1,6 +1,6 @@
 """The tables of figures in the documentation, from the newest records: `python benchmarks/figures.py [FOLDER]` prints
 that of docs/reliability.md for FOLDER (default: benchmarks/results, with what lies in it); --docs writes all of them
-into README.md, docs/fusions.md and docs/reliability.md."""
+into benchmarks/README.md, docs/fusions.md and docs/reliability.md."""
 
 import argparse
 import json
@@ -158,9 +158,9 @@ def add_rows(record):
 
 # page, how its table begins, the records, the rows
 TABLES = (
-    ("README.md", "| hidden size | bf16 forward", "benchmark_*.json", sweep_rows),
-    ("README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", huge_rows),
-    ("README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", small_rows),
+    ("benchmarks/README.md", "| hidden size | bf16 forward", "benchmark_*.json", sweep_rows),
+    ("benchmarks/README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", huge_rows),
+    ("benchmarks/README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", small_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", fusion_rows),
     ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", add_rows),
 )
@@ -168,7 +168,9 @@ TABLES = (
 
 def pages(folder):
     """{name: the page with its tables}."""
-    found = {name: (ROOT / name).read_text() for name in ("README.md", "docs/fusions.md", "docs/reliability.md")}
+    found = {
+        name: (ROOT / name).read_text() for name in ("benchmarks/README.md", "docs/fusions.md", "docs/reliability.md")
+    }
     for name, beginning, pattern, rows in TABLES:
         lines = found[name].split("\n")
         (start,) = (i for i, line in enumerate(lines) if line.startswith(beginning))

@@ -485,7 +485,7 @@ BAD_ADDS = {
     "residual is sparse": (lambda add, x: add(x, x.to_sparse(), ones(4)), TypeError, "residual must be a dense"),
     "residual_dtype": (lambda add, x: add(x, x, ones(4), residual_dtype=fp64), TypeError, "residual_dtype must be"),
     "x": (lambda add, x: add([1.0], x, ones(4)), TypeError, "x must be a Tensor"),
-    "weight": (lambda add, x: add(x, x, ones(5)), RuntimeError, "x must have shape"),
+    "weight": (lambda add, x: add(x, x, ones(5)), RuntimeError, "weight must have the shape"),
     "activation": (lambda add, x: add(x, x, ones(4), activation="tanh"), ValueError, "activation must be one of relu"),
     "activation is a list": (lambda add, x: add(x, x, ones(4), activation=["relu"]), TypeError, "activation must be"),
     "weight is a shape": (lambda add, x: add(x, x, (4,), ones(4)), TypeError,

@@ -44,8 +44,7 @@ ON_KERNELS = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason
 
 
 def test_the_figures_of_the_pages_are_those_of_the_records():
-    """the tables in README.md, docs/fusions.md and docs/reliability.md are what benchmarks/figures.py makes of
-    benchmarks/results"""
+    """the tables that benchmarks/figures.py makes of benchmarks/results are on the pages"""
     pages = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))["pages"](ROOT / "benchmarks" / "results")
     for name, text in pages.items():
         assert (ROOT / name).read_text() == text, name

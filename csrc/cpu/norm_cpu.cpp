@@ -45,40 +45,41 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-template <class x_t>
-using AccOf = typename std::conditional<std::is_same<x_t, double>::value, double, float>::type;
+template <class T>
+using AccOf = typename std::conditional<std::is_same<T, double>::value, double, float>::type;
 
-// weight (offset included), bias and gate are rows of acc_t, and so are intermediate rows. Rows are [begin, end).
-// y_row, grad_row: if not null, the result goes there instead of to the rows of params.y or params.grad_input.
-using ForwardRows = void (*)(const NormForwardParams&, const void* weight, const void* bias, int64_t begin, int64_t end,
-                             void* y_row);
-using BackwardRows = void (*)(const NormBackwardParams&, const void* weight, void* grad_weight_partial,
-                              void* grad_bias_partial, int64_t begin, int64_t end, void* grad_row);
-// scales_memory: hidden_size elements of acc_t, for dropout.
-using LoadStageRow = void (*)(const NormForwardParams&, const void* gate, int64_t row, void* scales_memory);
-using LoadStageGradRow = void (*)(const NormBackwardParams&, const void* gate, void* grad_gate_partial, int64_t row,
-                                  const void* grad_norm, const void* grad_residual_out, void* scales_memory);
-using EpilogueRow = void (*)(const NormForwardParams&, int64_t row, const void* u, void* scales_memory);
-using EpilogueGradRow = void (*)(const NormBackwardParams&, const void* weight, const void* bias, int64_t row,
-                                 const void* grad_output, void* grad, void* scales_memory);
-using RecoverRow = void (*)(const NormBackwardParams&, const void* weight, const void* bias, int64_t row, void* x_hat);
-using KeepRow = void (*)(const Dropout&, int64_t row, int64_t hidden_size, uint8_t* keep);
-using SumChunks = void (*)(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, bool accumulate,
-                           int64_t begin, int64_t end);
-// to = from + offset, or offset alone where `from` is null.
-using WidenColumns = void (*)(const void* from, double offset, int64_t hidden_size, void* to);
+// weight (offset included), bias and gate of the rows at hand, as rows of the accumulation type.
+struct ParameterRows {
+  const void* weight;
+  const void* bias;
+  const void* gate;
+};
 
+// Partial sums of a chunk's rows, [hidden_size] of the accumulation type each; null: not wanted.
+struct PartialRows {
+  void* weight;
+  void* bias;
+  void* gate;
+};
+
+// A thread's own rows of the accumulation type, by what they hold: kU is u forward and grad_z backward; kResidual is
+// residual, and backward grad_residual_out, then x. Null where it is not needed.
+enum ThreadRow { kZ, kGrad, kResidual, kU, kScales, kThreadRows };
+struct ThreadMemory {
+  void* row[kThreadRows];
+};
+
+// Rows are [begin, end), all of one segment. [4]: by the DType of the rows that they read; [2]: for float and double as
+// the accumulation type.
 struct Kernels {
-  ForwardRows (*forward_rows_of)(DType x_dtype, DType y_dtype);
-  BackwardRows (*backward_rows_of)(DType z_dtype, DType grad_output_dtype, DType grad_input_dtype);
-  LoadStageRow (*load_stage_row_of)(DType x_dtype, DType residual_dtype, DType z_dtype);
-  LoadStageGradRow (*load_stage_grad_row_of)(DType x_dtype, DType residual_dtype, DType z_dtype);
-  EpilogueRow (*epilogue_row_of)(bool is_double, DType y_dtype, Activation activation);
-  EpilogueGradRow (*epilogue_grad_row_of)(DType z_dtype, Activation activation);
-  RecoverRow (*recover_row_of)(DType y_dtype);
-  KeepRow keep_row;
-  SumChunks (*sum_chunks_of)(bool is_double, DType grad_dtype);
-  WidenColumns (*widen_columns_of)(bool is_double, DType from_dtype);
+  void (*forward_rows[4])(const NormForwardParams&, const ParameterRows&, const ThreadMemory&, int64_t begin,
+                          int64_t end);
+  void (*backward_rows[4])(const NormBackwardParams&, const ParameterRows&, const ThreadMemory&, const PartialRows&,
+                           int64_t begin, int64_t end);
+  void (*keep_row)(const Dropout&, int64_t row, int64_t hidden_size, uint8_t* keep);
+  void (*sum_chunks[2])(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, DType dtype,
+                        bool accumulate, int64_t begin, int64_t end);
+  void (*make_parameter[2])(const void* from, DType dtype, double offset, int64_t hidden_size, void* to);
 };
 
 #define FLN_ISA baseline
@@ -136,24 +137,29 @@ const Kernels& kernels() {
   return picked;
 }
 
-size_t acc_bytes(DType x_dtype) { return dtype_bytes(accumulation_dtype(x_dtype)); }
-
-// A thread's own row of the accumulation type; no memory if it is not needed.
-class RowMemory {
- public:
-  RowMemory(bool is_needed, int64_t hidden_size, DType x_dtype)
-      : memory_(is_needed ? new char[hidden_size * acc_bytes(x_dtype)] : nullptr) {}
-  char* get() const { return memory_.get(); }
-
- private:
-  std::unique_ptr<char[]> memory_;
-};
+size_t acc_bytes(DType dtype) { return dtype_bytes(accumulation_dtype(dtype)); }
+int is_double(DType dtype) { return dtype == DType::kFloat64; }
 
 template <class T>
 T* advanced(T* data, int64_t elements, DType dtype) {
   using Byte = typename std::conditional<std::is_const<T>::value, const char, char>::type;
   return data ? static_cast<Byte*>(data) + elements * dtype_bytes(dtype) : nullptr;
 }
+
+// The rows of a ThreadMemory that are needed.
+class OwnRows {
+ public:
+  OwnRows(DType dtype, int64_t hidden_size, const bool (&is_needed)[kThreadRows]) {
+    for (int i = 0; i < kThreadRows; ++i) {
+      if (is_needed[i]) memory_[i].reset(new char[hidden_size * acc_bytes(dtype)]);
+      rows.row[i] = memory_[i].get();
+    }
+  }
+  ThreadMemory rows;
+
+ private:
+  std::unique_ptr<char[]> memory_[kThreadRows];
+};
 
 // weight + offset, bias or gate as a row of the accumulation type: the tensor itself if it is one already, else a
 // widened copy. So no row converts it, and the kernels need no template argument for its type. The copy is made once a
@@ -163,11 +169,11 @@ class ParameterRow {
   ParameterRow(const void* tensor, DType dtype, double offset, double if_absent, DType x_dtype, int64_t hidden_size)
       : tensor_(tensor),
         dtype_(dtype),
-        is_double_(x_dtype == DType::kFloat64),
+        is_double_(is_double(x_dtype)),
         offset_(tensor ? offset : if_absent),
         hidden_size_(hidden_size) {
-    const bool is_ready = tensor && offset == 0 && dtype == (is_double_ ? DType::kFloat64 : DType::kFloat32);
-    if (!is_ready) memory_.reset(new char[hidden_size * (is_double_ ? 8 : 4)]);
+    const bool is_ready = tensor && offset == 0 && dtype == accumulation_dtype(x_dtype);
+    if (!is_ready) memory_.reset(new char[hidden_size * acc_bytes(x_dtype)]);
     take(0);
   }
 
@@ -177,13 +183,13 @@ class ParameterRow {
   void take(int64_t elements) {
     const void* from = advanced(tensor_, elements, dtype_);
     row_ = memory_ ? memory_.get() : from;
-    if (memory_) kernels().widen_columns_of(is_double_, dtype_)(from, offset_, hidden_size_, memory_.get());
+    if (memory_) kernels().make_parameter[is_double_](from, dtype_, offset_, hidden_size_, memory_.get());
   }
 
  private:
   const void* tensor_;
   DType dtype_;
-  bool is_double_;
+  int is_double_;
   double offset_;
   int64_t hidden_size_;
   const void* row_ = nullptr;
@@ -211,9 +217,7 @@ class Parameters {
     bias_.take(segment * weight_stride_);
     if (has_gate_) gate_.take(segment * gate_stride_);
   }
-  const void* weight() const { return weight_.get(); }
-  const void* bias() const { return bias_.get(); }
-  const void* gate() const { return gate_.get(); }
+  ParameterRows rows() const { return {weight_.get(), bias_.get(), gate_.get()}; }
 
  private:
   int64_t segment_ = 0, weight_stride_, gate_stride_;
@@ -232,51 +236,30 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t segments_of(const NormStages& stages) { return stages.segments > 1 ? stages.segments : 1; }
 
-// Splits rows [begin, end) where segments end, and calls rows(parameters, begin, end) for each piece.
-template <class F>
-void for_rows_of_segments(Parameters& shared, const NormForwardParams& params, int64_t begin, int64_t end, F&& rows) {
-  const int64_t segments = segments_of(params);
-  if (segments == 1) return rows(shared, begin, end);
-  Parameters own(params, true, true);
-  const int64_t rows_each = params.rows / segments;
-  while (begin < end) {
-    const int64_t segment = begin / rows_each, until = least((segment + 1) * rows_each, end);
-    own.take(segment);
-    rows(own, begin, until);
-    begin = until;
-  }
-}
-
 }  // namespace
 
 // Parallel over rows: a single huge row is the work of one thread.
 void launch_norm_forward_cpu(const NormForwardParams& params) {
-  const bool has_load_stage = params.residual_out, has_epilogue = params.has_epilogue();
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
-  NormForwardParams of_z = params;
-  if (has_load_stage) {
-    of_z.x = params.residual_out;
-    of_z.x_dtype = params.z_dtype;
-    of_z.x_strides = RowStrides{params.rows, params.hidden_size, 0};
-  }
-  const ForwardRows forward_rows = kernels().forward_rows_of(of_z.x_dtype, has_epilogue ? acc_dtype : params.y_dtype);
-  const LoadStageRow load_stage_row =
-      kernels().load_stage_row_of(params.x_dtype, params.residual_dtype, params.z_dtype);
-  const EpilogueRow epilogue_row =
-      kernels().epilogue_row_of(acc_dtype == DType::kFloat64, params.y_dtype, params.activation);
+  const bool is_of_one_dtype = !params.residual_out || (params.z_dtype == params.x_dtype &&
+                                                        (!params.residual || params.residual_dtype == params.x_dtype));
+  const DType row_dtype = is_of_one_dtype ? params.x_dtype : acc_dtype;
+  const bool needs[kThreadRows] = {
+      !is_of_one_dtype, false, !is_of_one_dtype,
+      params.y_dtype != acc_dtype && (params.has_epilogue() || params.y_dtype != row_dtype),
+      params.dropout.philox != nullptr};
+  const int64_t segments = segments_of(params), rows_each = params.rows / segments;
   Parameters shared(params, true, true);
   at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
-    const RowMemory u(has_epilogue, params.hidden_size, params.x_dtype);
-    const RowMemory scales(params.dropout.philox, params.hidden_size, params.x_dtype);
-    for_rows_of_segments(shared, params, begin, end, [&](const Parameters& of_row, int64_t first, int64_t until) {
-      if (!has_load_stage && !has_epilogue)
-        return forward_rows(of_z, of_row.weight(), of_row.bias(), first, until, nullptr);
-      for (int64_t row = first; row < until; ++row) {  // each stage finds the row in the cache
-        if (has_load_stage) load_stage_row(params, of_row.gate(), row, scales.get());
-        forward_rows(of_z, of_row.weight(), of_row.bias(), row, row + 1, u.get());
-        if (has_epilogue) epilogue_row(params, row, u.get(), scales.get());
-      }
-    });
+    const OwnRows memory(params.x_dtype, params.hidden_size, needs);
+    std::unique_ptr<Parameters> own(segments > 1 ? new Parameters(params, true, true) : nullptr);
+    while (begin < end) {
+      const int64_t segment = begin / rows_each, until = least((segment + 1) * rows_each, end);
+      if (own) own->take(segment);
+      kernels().forward_rows[static_cast<int>(row_dtype)](params, (own ? *own : shared).rows(), memory.rows, begin,
+                                                          until);
+      begin = until;
+    }
   });
 }
 
@@ -331,116 +314,18 @@ struct ColumnSums {
         partials(grad && plan.chunks_of_segment > 1 ? workspace : nullptr) {
     if (partials) workspace += plan.chunks * plan.partial_bytes;
   }
-  char* begin_chunk(const ChunkPlan& plan, int64_t chunk, const RowMemory& own) const {
+  char* begin_chunk(const ChunkPlan& plan, int64_t chunk, char* own) const {
     if (!grad) return nullptr;
-    char* partial = partials ? partials + chunk * plan.partial_bytes : own.get();
+    char* partial = partials ? partials + chunk * plan.partial_bytes : own;
     memset(partial, 0, plan.partial_bytes);
     return partial;
   }
   void finish(const NormBackwardParams& params, const void* partial, int64_t chunks, int64_t segment, int64_t begin,
               int64_t end) const {
-    kernels().sum_chunks_of(params.z_dtype == DType::kFloat64, dtype)(
-        partial, chunks, params.hidden_size, advanced(grad, segment * params.hidden_size, dtype), accumulate, begin,
-        end);
+    kernels().sum_chunks[is_double(params.z_dtype)](partial, chunks, params.hidden_size,
+                                                    advanced(grad, segment * params.hidden_size, dtype), dtype,
+                                                    accumulate, begin, end);
   }
-};
-
-// Which rows a thread converts, or computes from others, before it reads them.
-struct MadeRows {
-  const NormBackwardParams& params;
-  DType acc_dtype = accumulation_dtype(params.z_dtype);
-  bool is_double = acc_dtype == DType::kFloat64;
-  // Without an epilogue most pairs of types are read as they are (backward_rows_of)
-  bool is_read_as_it_is = params.grad_output_dtype == params.z_dtype || params.grad_output_dtype == acc_dtype ||
-                          (params.z_dtype == DType::kFloat32 && dtype_bytes(params.grad_output_dtype) == 2);
-  bool widens_grad = params.has_epilogue() ? params.grad_output_dtype != acc_dtype : !is_read_as_it_is;
-  bool makes_grad = widens_grad || params.has_epilogue();
-  bool widens_residual_grad = params.grad_residual_out && params.grad_residual_out_dtype != params.z_dtype;
-
-  bool any() const { return makes_grad || params.z_is_y; }
-  DType grad_dtype() const { return makes_grad ? acc_dtype : params.grad_output_dtype; }
-  DType z_dtype() const { return params.z_is_y ? acc_dtype : params.z_dtype; }
-};
-
-const void* row_of(const void* data, const RowStrides& strides, DType dtype, int64_t row) {
-  return advanced(data, strides.offset(row), dtype);
-}
-
-// Backward of rows [begin, end) of one segment, by one thread.
-class BackwardWork {
- public:
-  BackwardWork(const NormBackwardParams& params, const MadeRows& made)
-      : params_(params),
-        made_(made),
-        of_row_(params),
-        has_load_stage_(params.has_load_stage),
-        grad_norm_(has_load_stage_, params.hidden_size, params.z_dtype),
-        grad_(made.makes_grad, params.hidden_size, params.z_dtype),
-        x_hat_(params.z_is_y, params.hidden_size, params.z_dtype),
-        residual_grad_(made.widens_residual_grad, params.hidden_size, params.z_dtype),
-        scales_(params.dropout.philox, params.hidden_size, params.z_dtype) {
-    const DType acc = made.acc_dtype;
-    backward_rows_ =
-        kernels().backward_rows_of(made.z_dtype(), made.grad_dtype(), has_load_stage_ ? acc : params.x_dtype);
-    load_stage_grad_row_ = kernels().load_stage_grad_row_of(params.x_dtype, params.residual_dtype,
-                                                            made.widens_residual_grad ? acc : params.z_dtype);
-    epilogue_grad_row_ = kernels().epilogue_grad_row_of(params.z_dtype, params.activation);
-    recover_row_ = kernels().recover_row_of(params.z_dtype);
-    if (made.makes_grad) {
-      of_row_.grad_output = grad_.get();
-      of_row_.grad_output_strides = RowStrides{params.rows, 0, 0};
-    }
-    if (params.z_is_y) {
-      of_row_.z = x_hat_.get();
-      of_row_.z_strides = RowStrides{params.rows, 0, 0};
-    }
-  }
-
-  void operator()(const Parameters& parameters, char* weight_partial, char* bias_partial, char* gate_partial,
-                  int64_t begin, int64_t end) const {
-    if (!has_load_stage_ && !made_.any())
-      return backward_rows_(params_, parameters.weight(), weight_partial, bias_partial, begin, end, nullptr);
-    for (int64_t row = begin; row < end; ++row) {
-      if (made_.makes_grad) make_grad(parameters, row);
-      if (params_.z_is_y) recover_row_(params_, parameters.weight(), parameters.bias(), row, x_hat_.get());
-      const bool wants_z = has_load_stage_ && params_.wants_rows();
-      backward_rows_(of_row_, parameters.weight(), weight_partial, bias_partial, row, row + 1,
-                     wants_z ? grad_norm_.get() : nullptr);
-      if (wants_z)
-        load_stage_grad_row_(params_, parameters.gate(), gate_partial, row, grad_norm_.get(), residual_grad(row),
-                             scales_.get());
-    }
-  }
-
- private:
-  void make_grad(const Parameters& parameters, int64_t row) const {
-    const void* given = row_of(params_.grad_output, params_.grad_output_strides, params_.grad_output_dtype, row);
-    if (made_.widens_grad) {
-      kernels().widen_columns_of(made_.is_double, params_.grad_output_dtype)(given, 0, params_.hidden_size,
-                                                                             grad_.get());
-      given = grad_.get();
-    }
-    if (params_.has_epilogue())
-      epilogue_grad_row_(params_, parameters.weight(), parameters.bias(), row, given, grad_.get(), scales_.get());
-  }
-  const void* residual_grad(int64_t row) const {
-    if (!params_.grad_residual_out) return nullptr;
-    const DType dtype = params_.grad_residual_out_dtype;
-    const void* given = row_of(params_.grad_residual_out, params_.grad_residual_out_strides, dtype, row);
-    if (!made_.widens_residual_grad) return given;
-    kernels().widen_columns_of(made_.is_double, dtype)(given, 0, params_.hidden_size, residual_grad_.get());
-    return residual_grad_.get();
-  }
-
-  const NormBackwardParams& params_;
-  const MadeRows& made_;
-  NormBackwardParams of_row_;
-  bool has_load_stage_;
-  RowMemory grad_norm_, grad_, x_hat_, residual_grad_, scales_;
-  BackwardRows backward_rows_;
-  LoadStageGradRow load_stage_grad_row_;
-  EpilogueGradRow epilogue_grad_row_;
-  RecoverRow recover_row_;
 };
 
 }  // namespace
@@ -455,19 +340,26 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
   const ColumnSums weight_sums(params.grad_weight, params.grad_weight_dtype, params.accumulate, plan, workspace);
   const ColumnSums bias_sums(params.grad_bias, params.grad_bias_dtype, params.accumulate, plan, workspace);
   const ColumnSums gate_sums(params.grad_gate, params.grad_gate_dtype, false, plan, workspace);
-  const MadeRows made{params};
-  // Only these read the weight
-  const bool needs_weight = params.wants_rows() || made.any(), needs_bias = made.any();
+  const DType acc_dtype = accumulation_dtype(params.z_dtype);
+  const auto is_of_z_dtype = [&](const void* rows, DType dtype) { return !rows || dtype == params.z_dtype; };
+  const bool is_of_one_dtype = !params.z_is_y && !params.has_epilogue() &&
+                               is_of_z_dtype(params.grad_output, params.grad_output_dtype) &&
+                               is_of_z_dtype(params.grad_residual_out, params.grad_residual_out_dtype) &&
+                               is_of_z_dtype(params.gate, params.x_dtype);
+  const DType row_dtype = is_of_one_dtype ? params.z_dtype : acc_dtype;
+  const bool is_rounded = params.gate || params.drops_x() || params.grad_residual || params.x_dtype != row_dtype;
+  const bool needs[kThreadRows] = {!is_of_one_dtype, !is_of_one_dtype, !is_of_one_dtype,
+                                   params.wants_rows() && is_rounded, params.dropout.philox != nullptr};
+  // Only these read the weight, and the bias
+  const bool needs_bias = params.has_epilogue() || params.z_is_y, needs_weight = params.wants_rows() || needs_bias;
   Parameters shared(params, needs_weight, needs_bias);
   const bool is_one_chunk = plan.chunks_of_segment == 1;
   const bool has_segments = params.segments > 1;
   at::parallel_for(
       0, plan.chunks, grain(params.hidden_size * least(plan.rows_per_chunk, plan.rows_of_segment)),
       [&](int64_t begin, int64_t end) {
-        const RowMemory weight_sum(params.grad_weight && is_one_chunk, params.hidden_size, params.z_dtype);
-        const RowMemory bias_sum(params.grad_bias && is_one_chunk, params.hidden_size, params.z_dtype);
-        const RowMemory gate_sum(params.grad_gate && is_one_chunk, params.hidden_size, params.z_dtype);
-        const BackwardWork work(params, made);
+        const OwnRows memory(params.z_dtype, params.hidden_size, needs);
+        const std::unique_ptr<char[]> sums(is_one_chunk ? new char[3 * plan.partial_bytes] : nullptr);
         std::unique_ptr<Parameters> own(has_segments ? new Parameters(params, needs_weight, needs_bias) : nullptr);
         for (int64_t chunk = begin; chunk < end; ++chunk) {
           const int64_t segment = chunk / plan.chunks_of_segment;
@@ -475,14 +367,15 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
               segment * plan.rows_of_segment + (chunk - segment * plan.chunks_of_segment) * plan.rows_per_chunk;
           const int64_t until = least(first + plan.rows_per_chunk, (segment + 1) * plan.rows_of_segment);
           if (own) own->take(segment);
-          char* const of_weight = weight_sums.begin_chunk(plan, chunk, weight_sum);
-          char* const of_bias = bias_sums.begin_chunk(plan, chunk, bias_sum);
-          char* const of_gate = gate_sums.begin_chunk(plan, chunk, gate_sum);
-          work(own ? *own : shared, of_weight, of_bias, of_gate, first, until);
+          char* const of_weight = weight_sums.begin_chunk(plan, chunk, sums.get());
+          char* const of_bias = bias_sums.begin_chunk(plan, chunk, sums.get() + plan.partial_bytes);
+          char* const of_gate = gate_sums.begin_chunk(plan, chunk, sums.get() + 2 * plan.partial_bytes);
+          kernels().backward_rows[static_cast<int>(row_dtype)](params, (own ? *own : shared).rows(), memory.rows,
+                                                               {of_weight, of_bias, of_gate}, first, until);
           if (!is_one_chunk) continue;
-          for (const auto& [sums, partial] :
+          for (const auto& [column_sums, partial] :
                {std::pair(&weight_sums, of_weight), std::pair(&bias_sums, of_bias), std::pair(&gate_sums, of_gate)})
-            if (partial) sums->finish(params, partial, 1, segment, 0, params.hidden_size);
+            if (partial) column_sums->finish(params, partial, 1, segment, 0, params.hidden_size);
         }
       });
   if (is_one_chunk) return;

@@ -212,110 +212,118 @@ struct RowStats {
   FLN_INLINE Vec<acc_t> x_hat(Vec<acc_t> x) const { return (x - mean) * rstd - tail_rstd; }
 };
 
-template <class acc_t, class x_t>
+// row_t: the storage type where all tensors of rows have the same, read as they lie; else the accumulation type, into
+// which each row is widened first.
+template <class row_t>
 struct SumSweep {
-  const x_t* x;
+  using acc_t = AccOf<row_t>;
+  const row_t* x;
   LaneSum<acc_t> sum;
 
   FLN_INLINE void step(int count, int64_t col, int slot) { sum.slot[slot] += load<acc_t>(x + col, count); }
   FLN_INLINE void fused(Totals& totals) const { totals.first += sum.total(); }
 };
 
-template <class acc_t, class x_t>
+template <class row_t>
 struct MomentSweep {
-  const x_t* x;
-  const x_t* next_x;  // fetched meanwhile (4096 x 1024 fp32: 1.2 times as fast): this row lies in the cache already
+  using acc_t = AccOf<row_t>;
+  const row_t* x;
+  const row_t* next;  // fetched meanwhile (4096 x 1024 fp32: 1.2 times as fast): this row lies in the cache already
   acc_t mean;
   LaneSum<acc_t> moment1, moment2;  // sum(x - mean), sum((x - mean)^2)
 
-  FLN_INLINE void fused(Totals& totals) const {
-    totals.first += moment1.total();
-    totals.second += moment2.total();
-  }
-
   FLN_INLINE void step(int count, int64_t col, int slot) {
-    FLN_PREFETCH(next_x + col);
+    FLN_PREFETCH(next + col);
     const Vec<acc_t> centred = load<acc_t>(x + col, count, mean) - mean;
     moment1.slot[slot] += centred;
     moment2.slot[slot] += centred * centred;
   }
-};
-
-template <class acc_t, class x_t, class y_t>
-struct NormalizeSweep {
-  const x_t* x;
-  const acc_t* weight;
-  const acc_t* bias;
-  y_t* y;
-  RowStats<acc_t> stats;
-
-  FLN_INLINE void step(int count, int64_t col, int) {
-    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
-    store<acc_t>(y + col, count, x_hat * load<acc_t>(weight + col, count) + load<acc_t>(bias + col, count));
+  FLN_INLINE void fused(Totals& totals) const {
+    totals.first += moment1.total();
+    totals.second += moment2.total();
   }
 };
 
-template <class acc_t, class x_t, class grad_t>
+template <class row_t, class to_t>
+struct NormalizeSweep {
+  using acc_t = AccOf<row_t>;
+  const row_t* x;
+  const acc_t* weight;
+  const acc_t* bias;
+  RowStats<acc_t> stats;
+  to_t* to;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
+    store<acc_t>(to + col, count, x_hat * load<acc_t>(weight + col, count) + load<acc_t>(bias + col, count));
+  }
+};
+
+template <class row_t>
 struct DotSweep {
-  const grad_t* grad_output;
-  const x_t* x;
+  using acc_t = AccOf<row_t>;
+  const row_t* grad;
+  const row_t* z;
   const acc_t* weight;
   RowStats<acc_t> stats;
   LaneSum<acc_t> x_hat_wdy, wdy_only;
 
+  FLN_INLINE void step(int count, int64_t col, int slot) {
+    const Vec<acc_t> wdy = load<acc_t>(grad + col, count) * load<acc_t>(weight + col, count);
+    x_hat_wdy.slot[slot] += stats.x_hat(load<acc_t>(z + col, count, stats.mean)) * wdy;
+    wdy_only.slot[slot] += wdy;
+  }
   FLN_INLINE void fused(Totals& totals) const {
     totals.first += x_hat_wdy.total();
     totals.second += wdy_only.total();
   }
-
-  FLN_INLINE void step(int count, int64_t col, int slot) {
-    const Vec<acc_t> wdy = load<acc_t>(grad_output + col, count) * load<acc_t>(weight + col, count);
-    x_hat_wdy.slot[slot] += stats.x_hat(load<acc_t>(x + col, count, stats.mean)) * wdy;
-    wdy_only.slot[slot] += wdy;
-  }
 };
 
-template <class acc_t, class x_t, class grad_t, class to_t>
-struct GradInputSweep {
-  const grad_t* grad_output;
-  const x_t* x;
+template <class row_t, class to_t>
+struct GradZSweep {
+  using acc_t = AccOf<row_t>;
+  const row_t* grad;
+  const row_t* z;
   const acc_t* weight;
-  to_t* grad_input;
+  const row_t* grad_residual_out;  // or null: 0
   RowStats<acc_t> stats;
-  const grad_t* next_grad_output;
-  const x_t* next_x;
   acc_t c1, c2, rstd;
+  const row_t *next_grad, *next_z;
+  to_t* to;
 
   FLN_INLINE void step(int count, int64_t col, int) {
-    FLN_PREFETCH(next_grad_output + col);
-    FLN_PREFETCH(next_x + col);
-    const Vec<acc_t> wdy = load<acc_t>(grad_output + col, count) * load<acc_t>(weight + col, count);
-    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
-    store<acc_t>(grad_input + col, count, (wdy - x_hat * c1 - c2) * rstd);
+    FLN_PREFETCH(next_grad + col);
+    FLN_PREFETCH(next_z + col);
+    const Vec<acc_t> wdy = load<acc_t>(grad + col, count) * load<acc_t>(weight + col, count);
+    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(z + col, count));
+    Vec<acc_t> value = (wdy - x_hat * c1 - c2) * rstd;
+    if (grad_residual_out) value += load<acc_t>(grad_residual_out + col, count);
+    store<acc_t>(to + col, count, value);
   }
 };
 
-template <class acc_t, class x_t, class grad_t>
+template <class row_t>
 struct GradWeightSweep {
-  const grad_t* grad_output;
-  const x_t* x;
+  using acc_t = AccOf<row_t>;
+  const row_t* grad;
+  const row_t* z;
   acc_t* partial;
   RowStats<acc_t> stats;
 
   FLN_INLINE void step(int count, int64_t col, int) {
-    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(x + col, count));
-    store<acc_t>(partial + col, count,
-                 load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count) * x_hat);
+    const Vec<acc_t> x_hat = stats.x_hat(load<acc_t>(z + col, count));
+    store<acc_t>(partial + col, count, load<acc_t>(partial + col, count) + load<acc_t>(grad + col, count) * x_hat);
   }
 };
 
-template <class acc_t, class grad_t>
-struct GradBiasSweep {
-  const grad_t* grad_output;
-  acc_t* partial;
+template <class row_t>
+struct AddSweep {
+  using acc_t = AccOf<row_t>;
+  const row_t* from;
+  acc_t* to;
 
   FLN_INLINE void step(int count, int64_t col, int) {
-    store<acc_t>(partial + col, count, load<acc_t>(partial + col, count) + load<acc_t>(grad_output + col, count));
+    store<acc_t>(to + col, count, load<acc_t>(to + col, count) + load<acc_t>(from + col, count));
   }
 };
 
@@ -326,13 +334,14 @@ FLN_INLINE Vec<acc_t> dropped_out(Vec<acc_t> value, Vec<acc_t> scales) {
   return scales == acc_t(0) ? scales : value * scales;
 }
 
-template <class acc_t, class x_t, class residual_t, class z_t>
+template <class row_t>
 struct LoadStageSweep {
-  const x_t* x;
-  const residual_t* residual;  // or null
-  const acc_t* gate;           // or null: 1
-  const acc_t* scales;         // or null: no dropout
-  z_t* z;
+  using acc_t = AccOf<row_t>;
+  const row_t* x;
+  const row_t* residual;  // or null
+  const acc_t* gate;      // or null: 1
+  const acc_t* scales;    // or null: no dropout
+  row_t* z;               // may be x
 
   FLN_INLINE void step(int count, int64_t col, int) {
     Vec<acc_t> value = load<acc_t>(x + col, count);
@@ -343,47 +352,42 @@ struct LoadStageSweep {
   }
 };
 
-template <class acc_t, class x_t, class residual_t, class z_t>
+template <class row_t>
 struct LoadStageGradSweep {
-  const acc_t* grad_norm;        // the gradient of z without that of residual_out
-  const z_t* grad_residual_out;  // or null
-  const acc_t* gate;             // or null: 1
-  const x_t* x;                  // with gate: forward's
-  const acc_t* scales;           // or null: no dropout
-  acc_t* gate_partial;           // or null
-  residual_t* grad_residual;     // or null
-  x_t* grad_input;               // or null
+  using acc_t = AccOf<row_t>;
+  const row_t* x;       // with gate: forward's
+  const acc_t* gate;    // or null: 1
+  const acc_t* scales;  // or null: no dropout
+  acc_t* gate_partial;  // or null
+  acc_t* grad;          // of z; becomes that of x
 
   FLN_INLINE void step(int count, int64_t col, int) {
-    Vec<acc_t> value = load<acc_t>(grad_norm + col, count);
-    if (grad_residual_out) value += load<acc_t>(grad_residual_out + col, count);
-    if (grad_residual) store<acc_t>(grad_residual + col, count, value);
+    Vec<acc_t> value = load<acc_t>(grad + col, count);
     if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
     if (gate_partial)
       store<acc_t>(gate_partial + col, count,
                    load<acc_t>(gate_partial + col, count) + value * load<acc_t>(x + col, count));
     if (gate) value *= load<acc_t>(gate + col, count);
-    if (grad_input) store<acc_t>(grad_input + col, count, value);
+    store<acc_t>(grad + col, count, value);
   }
 };
 
-template <Activation activation, class acc_t, class y_t>
+template <Activation activation, class acc_t>
 struct EpilogueSweep {
-  const acc_t* norm;
   const acc_t* scales;  // or null: no dropout
-  y_t* y;
+  acc_t* u;             // becomes y
 
   FLN_INLINE void step(int count, int64_t col, int) {
-    Vec<acc_t> value = activated<activation, acc_t>(load<acc_t>(norm + col, count));
+    Vec<acc_t> value = activated<activation, acc_t>(load<acc_t>(u + col, count));
     if (scales) value = dropped_out<acc_t>(value, load<acc_t>(scales + col, count));
-    store<acc_t>(y + col, count, value);
+    store<acc_t>(u + col, count, value);
   }
 };
 
-template <Activation activation, class acc_t, class z_t>
+template <Activation activation, class acc_t>
 struct EpilogueGradSweep {
   const acc_t* grad_output;
-  const z_t* z;
+  const acc_t* z;
   const acc_t* weight;
   const acc_t* bias;
   const acc_t* scales;  // or null: no dropout
@@ -401,12 +405,12 @@ struct EpilogueGradSweep {
   }
 };
 
-template <class acc_t, class y_t>
+template <class acc_t>
 struct RecoverSweep {
-  const y_t* y;
+  const acc_t* y;
   const acc_t* weight;
   const acc_t* bias;
-  acc_t* x_hat;
+  acc_t* x_hat;  // may be y
 
   FLN_INLINE void step(int count, int64_t col, int) {
     store<acc_t>(x_hat + col, count,
@@ -424,121 +428,86 @@ struct ChunkSumSweep {
   FLN_INLINE void step(int count, int64_t col, int) {
     Vec<acc_t> sum = load<acc_t>(partial + col, count);
     for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += load<acc_t>(partial + chunk * hidden_size + col, count);
-    if constexpr (std::is_same<to_t, float>::value) {  // else it is not asked for
-      if (accumulate) sum += load<acc_t>(grad + col, count);
-    }
+    if (accumulate) sum += load<acc_t>(grad + col, count);
     store<acc_t>(grad + col, count, sum);
   }
 };
 
-template <class acc_t, class from_t>
-struct WidenSweep {
+template <class acc_t, class from_t, class to_t>
+struct ConvertSweep {
   const from_t* from;
-  acc_t offset;
-  acc_t* to;
+  to_t* to;
 
-  FLN_INLINE void step(int count, int64_t col, int) {
-    store<acc_t>(to + col, count, load<acc_t>(from + col, count) + offset);
-  }
+  FLN_INLINE void step(int count, int64_t col, int) { store<acc_t>(to + col, count, load<acc_t>(from + col, count)); }
 };
 
-// ---- rows -----------------------------------------------------------------------------------------------------------
+// ---- storage types at run time --------------------------------------------------------------------------------------
 
-template <class x_t>
-FLN_INLINE const x_t* row_at(const void* base, const RowStrides& strides, int64_t row) {
-  return static_cast<const x_t*>(base) + strides.offset(row);
-}
-
-// The norm goes to rows of params.y, or, where `y_row` is given, there, row after row.
-template <class x_t, class y_t>
-void forward_rows(const NormForwardParams& params, const void* weight, const void* bias, int64_t begin, int64_t end,
-                  void* y_row) {
-  using acc_t = AccOf<x_t>;
-  const int64_t n = params.hidden_size;
-  for (int64_t row = begin; row < end; ++row) {
-    const x_t* x = row_at<x_t>(params.x, params.x_strides, row);
-
-    const x_t* next_x = row + 1 < end ? row_at<x_t>(params.x, params.x_strides, row + 1) : x;
-
-    // The mean, rounded to acc_t, then the moments about it: the first one corrects that rounding.
-    const double sum = params.is_rms_norm ? 0 : sum_columns<acc_t>(SumSweep<acc_t, x_t>{x, {}}, n).first;
-    const acc_t mean = static_cast<acc_t>(sum / n);
-    const Totals moments = sum_columns<acc_t>(MomentSweep<acc_t, x_t>{x, next_x, mean, {}, {}}, n);
-    const double tail = params.is_rms_norm ? 0 : moments.first / n;
-    const double var = moments.second / n - tail * tail;
-    const double rstd = 1 / sqrt((var < 0 ? 0 : var) + params.eps);  // a NaN variance stays NaN
-
-    const RowStats<acc_t> stats{mean, static_cast<acc_t>(rstd), static_cast<acc_t>(tail * rstd)};
-    if (params.rstd) static_cast<acc_t*>(params.rstd)[row] = stats.rstd;
-    if (params.mean) static_cast<acc_t*>(params.mean)[row] = mean;
-    if (params.mean_tail) static_cast<acc_t*>(params.mean_tail)[row] = static_cast<acc_t>(tail);
-
-    NormalizeSweep<acc_t, x_t, y_t> normalize{x, static_cast<const acc_t*>(weight), static_cast<const acc_t*>(bias),
-                                              static_cast<y_t*>(y_row ? y_row : params.y) + (y_row ? 0 : row * n),
-                                              stats};
-    sweep_columns<acc_t>(normalize, 0, n);
+// Calls f with a value of the type.
+template <class F>
+FLN_INLINE void for_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat16: return f(Float16());
+    case DType::kBFloat16: return f(BFloat16());
+    case DType::kFloat32: return f(float());
+    default: return f(double());
   }
 }
 
-// The gradients of z go to rows of params.grad_input, or, where `grad_row` is given, there, row after row.
-template <class z_t, class grad_t, class to_t>
-void backward_rows(const NormBackwardParams& params, const void* weight, void* grad_weight_partial,
-                   void* grad_bias_partial, int64_t begin, int64_t end, void* grad_row) {
-  using acc_t = AccOf<z_t>;
-  const int64_t n = params.hidden_size;
-  const acc_t* weight_row = static_cast<const acc_t*>(weight);
-  for (int64_t row = begin; row < end; ++row) {
-    const grad_t* grad_output = row_at<grad_t>(params.grad_output, params.grad_output_strides, row);
-    if (grad_bias_partial) {
-      GradBiasSweep<acc_t, grad_t> sweep{grad_output, static_cast<acc_t*>(grad_bias_partial)};
-      sweep_columns<acc_t>(sweep, 0, n);
-    }
-    to_t* grad_input = grad_row            ? static_cast<to_t*>(grad_row)
-                       : params.grad_input ? static_cast<to_t*>(params.grad_input) + row * n
-                                           : nullptr;
-    if (!grad_input && !grad_weight_partial) continue;  // grad_bias alone reads neither x nor its statistics
+template <class T>
+constexpr DType kDTypeOf = std::is_same<T, Float16>::value    ? DType::kFloat16
+                           : std::is_same<T, BFloat16>::value ? DType::kBFloat16
+                           : std::is_same<T, float>::value    ? DType::kFloat32
+                                                              : DType::kFloat64;
 
-    const z_t* x = row_at<z_t>(params.z, params.z_strides, row);
-    const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
-    const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
-    const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
-    const RowStats<acc_t> stats{mean, params.z_is_y ? 1 : rstd, tail * rstd};  // of x_hat recovered from y: its own
-    if (grad_weight_partial) {
-      GradWeightSweep<acc_t, z_t, grad_t> sweep{grad_output, x, static_cast<acc_t*>(grad_weight_partial), stats};
-      sweep_columns<acc_t>(sweep, 0, n);
-    }
-    if (grad_input) {
-      Totals dots;
-      if (params.stats_grad)
-        dots = sum_columns<acc_t>(DotSweep<acc_t, z_t, grad_t>{grad_output, x, weight_row, stats, {}, {}}, n);
-      const acc_t c1 = static_cast<acc_t>(dots.first / n);
-      const acc_t c2 = static_cast<acc_t>(params.is_rms_norm ? 0 : dots.second / n);
-      const int64_t next = row + 1 < end ? row + 1 : row;
-      GradInputSweep<acc_t, z_t, grad_t, to_t> sweep{
-          grad_output,
-          x,
-          weight_row,
-          grad_input,
-          stats,
-          row_at<grad_t>(params.grad_output, params.grad_output_strides, next),
-          row_at<z_t>(params.z, params.z_strides, next),
-          c1,
-          c2,
-          rstd};
-      sweep_columns<acc_t>(sweep, 0, n);
-    }
-  }
+// The elements that begin `elements` behind base; null stays null.
+template <class T>
+FLN_INLINE T* row_at(T* base, DType dtype, int64_t elements) {
+  using Byte = typename std::conditional<std::is_const<T>::value, const char, char>::type;
+  return base ? static_cast<Byte*>(base) + elements * dtype_bytes(dtype) : nullptr;
 }
 
 template <class acc_t>
-FLN_INLINE RowStats<acc_t> stats_of(const NormBackwardParams& params, int64_t row) {
-  const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
-  const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
-  const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
-  return {mean, rstd, tail * rstd};
+FLN_INLINE acc_t* own_row(const ThreadMemory& memory, ThreadRow which) {
+  return static_cast<acc_t*>(memory.row[which]);
 }
 
-// ---- the load stage -------------------------------------------------------------------------------------------------
+// The row as row_t: itself if it is of that type, else widened into `memory` (row_t is then the accumulation type).
+template <class row_t>
+FLN_INLINE const row_t* widened(const void* row, DType dtype, int64_t n, row_t* memory) {
+  if (dtype == kDTypeOf<row_t>) return static_cast<const row_t*>(row);
+  if constexpr (sizeof(row_t) >= sizeof(float)) {
+    for_dtype(dtype, [&](auto zero) FLN_INLINE_LAMBDA {
+      using from_t = decltype(zero);
+      ConvertSweep<row_t, from_t, row_t> sweep{static_cast<const from_t*>(row), memory};
+      sweep_columns<row_t>(sweep, 0, n);
+    });
+  }
+  return memory;
+}
+
+template <class acc_t>
+FLN_INLINE void round_to(const acc_t* row, int64_t n, void* to, DType dtype) {
+  for_dtype(dtype, [&](auto zero) FLN_INLINE_LAMBDA {
+    using to_t = decltype(zero);
+    ConvertSweep<acc_t, acc_t, to_t> sweep{row, static_cast<to_t*>(to)};
+    sweep_columns<acc_t>(sweep, 0, n);
+  });
+}
+
+template <class F>
+FLN_INLINE void for_activation(Activation activation, F&& f) {
+  using A = Activation;
+  switch (activation) {
+    case A::kRelu: return f(std::integral_constant<A, A::kRelu>());
+    case A::kGelu: return f(std::integral_constant<A, A::kGelu>());
+    case A::kGeluTanh: return f(std::integral_constant<A, A::kGeluTanh>());
+    case A::kSilu: return f(std::integral_constant<A, A::kSilu>());
+    default: return f(std::integral_constant<A, A::kNone>());
+  }
+}
+
+// ---- dropout --------------------------------------------------------------------------------------------------------
 
 // Dropout's numbers of kLanes<float> octets of columns at once, a lane each.
 constexpr int kOctets = kLanes<float>;
@@ -625,244 +594,206 @@ FLN_INLINE const acc_t* dropout_scales(const Dropout& dropout, int64_t row, int6
   return static_cast<const acc_t*>(memory);
 }
 
-// Makes one row of z.
-template <class x_t, class residual_t, class z_t>
-void load_stage_row(const NormForwardParams& params, const void* gate, int64_t row, void* scales_memory) {
-  using acc_t = AccOf<x_t>;
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+// Makes a row of z, as it is stored; returns it as row_t.
+template <class row_t>
+const row_t* load_stage(const NormForwardParams& params, const ParameterRows& parameters, const ThreadMemory& memory,
+                        int64_t row) {
+  using acc_t = AccOf<row_t>;
   const int64_t n = params.hidden_size;
-  LoadStageSweep<acc_t, x_t, residual_t, z_t> sweep{
-      row_at<x_t>(params.x, params.x_strides, row),
-      params.residual ? row_at<residual_t>(params.residual, params.residual_strides, row) : nullptr,
-      params.gate ? static_cast<const acc_t*>(gate) : nullptr,
-      params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, scales_memory) : nullptr,
-      static_cast<z_t*>(params.residual_out) + row * n};
+  void* const stored = row_at(params.residual_out, params.z_dtype, row * n);
+  const bool is_stored_as_it_is = params.z_dtype == kDTypeOf<row_t>;
+  row_t* const z = is_stored_as_it_is ? static_cast<row_t*>(stored) : own_row<row_t>(memory, kZ);
+  LoadStageSweep<row_t> sweep{
+      widened(row_at(params.x, params.x_dtype, params.x_strides.offset(row)), params.x_dtype, n,
+              own_row<row_t>(memory, kZ)),
+      params.residual ? widened(row_at(params.residual, params.residual_dtype, params.residual_strides.offset(row)),
+                                params.residual_dtype, n, own_row<row_t>(memory, kResidual))
+                      : nullptr,
+      params.gate ? static_cast<const acc_t*>(parameters.gate) : nullptr,
+      params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr, z};
   sweep_columns<acc_t>(sweep, 0, n);
+  if constexpr (std::is_same<row_t, acc_t>::value) {
+    if (!is_stored_as_it_is) {
+      round_to(z, n, stored, params.z_dtype);
+      return widened(stored, params.z_dtype, n, z);
+    }
+  }
+  return z;
 }
 
-// `grad_norm`: the gradient of z without that of residual_out; `grad_residual_out`: of z_t, or null.
-template <class x_t, class residual_t, class z_t>
-void load_stage_grad_row(const NormBackwardParams& params, const void* gate, void* grad_gate_partial, int64_t row,
-                         const void* grad_norm, const void* grad_residual_out, void* scales_memory) {
-  using acc_t = AccOf<x_t>;
+template <class row_t>
+void forward_rows(const NormForwardParams& params, const ParameterRows& parameters, const ThreadMemory& memory,
+                  int64_t begin, int64_t end) {
+  using acc_t = AccOf<row_t>;
   const int64_t n = params.hidden_size;
-  LoadStageGradSweep<acc_t, x_t, residual_t, z_t> sweep{
-      static_cast<const acc_t*>(grad_norm),
-      static_cast<const z_t*>(grad_residual_out),
-      params.gate ? static_cast<const acc_t*>(gate) : nullptr,
-      params.gate ? row_at<x_t>(params.x, params.x_strides, row) : nullptr,
-      params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, scales_memory) : nullptr,
-      static_cast<acc_t*>(grad_gate_partial),
-      params.grad_residual ? static_cast<residual_t*>(params.grad_residual) + row * n : nullptr,
-      params.grad_input ? static_cast<x_t*>(params.grad_input) + row * n : nullptr};
-  sweep_columns<acc_t>(sweep, 0, n);
+  const acc_t* weight = static_cast<const acc_t*>(parameters.weight);
+  const acc_t* bias = static_cast<const acc_t*>(parameters.bias);
+  const bool reads_x = !params.residual_out && params.x_dtype == kDTypeOf<row_t>;  // as it lies
+  for (int64_t row = begin; row < end; ++row) {
+    const row_t* z = params.residual_out ? load_stage<row_t>(params, parameters, memory, row)
+                                         : widened(row_at(params.x, params.x_dtype, params.x_strides.offset(row)),
+                                                   params.x_dtype, n, own_row<row_t>(memory, kZ));
+    const row_t* next =
+        reads_x && row + 1 < end ? static_cast<const row_t*>(params.x) + params.x_strides.offset(row + 1) : z;
+
+    // The mean, rounded to acc_t, then the moments about it: the first one corrects that rounding.
+    const double sum = params.is_rms_norm ? 0 : sum_columns<acc_t>(SumSweep<row_t>{z, {}}, n).first;
+    const acc_t mean = static_cast<acc_t>(sum / n);
+    const Totals moments = sum_columns<acc_t>(MomentSweep<row_t>{z, next, mean, {}, {}}, n);
+    const double tail = params.is_rms_norm ? 0 : moments.first / n;
+    const double var = moments.second / n - tail * tail;
+    const double rstd = 1 / sqrt((var < 0 ? 0 : var) + params.eps);  // a NaN variance stays NaN
+    const RowStats<acc_t> stats{mean, static_cast<acc_t>(rstd), static_cast<acc_t>(tail * rstd)};
+    if (params.rstd) static_cast<acc_t*>(params.rstd)[row] = stats.rstd;
+    if (params.mean) static_cast<acc_t*>(params.mean)[row] = mean;
+    if (params.mean_tail) static_cast<acc_t*>(params.mean_tail)[row] = static_cast<acc_t>(tail);
+
+    const auto normalize = [&](auto* to) FLN_INLINE_LAMBDA {
+      NormalizeSweep<row_t, typename std::remove_pointer<decltype(to)>::type> sweep{z, weight, bias, stats, to};
+      sweep_columns<acc_t>(sweep, 0, n);
+    };
+    void* const y = row_at(params.y, params.y_dtype, row * n);
+    if (!params.has_epilogue() && params.y_dtype == kDTypeOf<row_t>) {
+      normalize(static_cast<row_t*>(y));
+      continue;
+    }
+    acc_t* const u = params.y_dtype == kDTypeOf<acc_t> ? static_cast<acc_t*>(y) : own_row<acc_t>(memory, kU);
+    normalize(u);
+    if (params.has_epilogue()) {
+      const acc_t* scales =
+          params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
+      for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
+        EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
+        sweep_columns<acc_t>(sweep, 0, n);
+      });
+    }
+    if (params.y_dtype != kDTypeOf<acc_t>) round_to(u, n, y, params.y_dtype);
+  }
 }
 
-// ---- the epilogue ---------------------------------------------------------------------------------------------------
-
-// Makes one row of y from one of u.
-template <Activation activation, class acc_t, class y_t>
-void epilogue_row(const NormForwardParams& params, int64_t row, const void* u, void* scales_memory) {
+// Partial sums (or null) are added to.
+template <class row_t>
+void backward_rows(const NormBackwardParams& params, const ParameterRows& parameters, const ThreadMemory& memory,
+                   const PartialRows& partial, int64_t begin, int64_t end) {
+  using acc_t = AccOf<row_t>;
   const int64_t n = params.hidden_size;
-  EpilogueSweep<activation, acc_t, y_t> sweep{
-      static_cast<const acc_t*>(u),
-      params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, scales_memory) : nullptr,
-      static_cast<y_t*>(params.y) + row * n};
-  sweep_columns<acc_t>(sweep, 0, n);
-}
+  const acc_t* weight = static_cast<const acc_t*>(parameters.weight);
+  const acc_t* bias = static_cast<const acc_t*>(parameters.bias);
+  const bool transforms = params.gate || params.drops_x();  // between the gradients of z and x
+  const bool reads_z = params.wants_rows() || params.grad_weight || params.activation != Activation::kNone;
+  for (int64_t row = begin; row < end; ++row) {
+    const auto rows_of = [&](const void* base, const RowStrides& strides, DType dtype,
+                             ThreadRow which) FLN_INLINE_LAMBDA {
+      return widened(row_at(base, dtype, strides.offset(row)), dtype, n, own_row<row_t>(memory, which));
+    };
+    const row_t* grad = rows_of(params.grad_output, params.grad_output_strides, params.grad_output_dtype, kGrad);
+    const row_t* z = reads_z ? rows_of(params.z, params.z_strides, params.z_dtype, kZ) : nullptr;
+    const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
+    const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
+    const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
+    const RowStats<acc_t> stats{mean, params.z_is_y ? 1 : rstd, tail * rstd};  // of x_hat recovered from y: its own
+    if constexpr (std::is_same<row_t, acc_t>::value) {  // what is made on the way is of that type
+      if (params.z_is_y && reads_z) {
+        RecoverSweep<acc_t> sweep{z, weight, bias, own_row<acc_t>(memory, kZ)};
+        sweep_columns<acc_t>(sweep, 0, n);
+        z = own_row<acc_t>(memory, kZ);
+      }
+      if (params.has_epilogue()) {
+        const acc_t* scales =
+            params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
+        acc_t* const grad_u = own_row<acc_t>(memory, kGrad);
+        for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
+          EpilogueGradSweep<decltype(activation)::value, acc_t> sweep{grad, z, weight, bias, scales, stats, grad_u};
+          sweep_columns<acc_t>(sweep, 0, n);
+        });
+        grad = grad_u;
+      }
+    }
+    if (partial.bias) {
+      AddSweep<row_t> sweep{grad, static_cast<acc_t*>(partial.bias)};
+      sweep_columns<acc_t>(sweep, 0, n);
+    }
+    if (partial.weight) {
+      GradWeightSweep<row_t> sweep{grad, z, static_cast<acc_t*>(partial.weight), stats};
+      sweep_columns<acc_t>(sweep, 0, n);
+    }
+    if (!params.wants_rows()) continue;
 
-// Makes one row of grad_u. `grad_output`: the row in the accumulation type; may be `grad`.
-template <Activation activation, class z_t>
-void epilogue_grad_row(const NormBackwardParams& params, const void* weight, const void* bias, int64_t row,
-                       const void* grad_output, void* grad, void* scales_memory) {
-  using acc_t = AccOf<z_t>;
-  const int64_t n = params.hidden_size;
-  EpilogueGradSweep<activation, acc_t, z_t> sweep{
-      static_cast<const acc_t*>(grad_output),
-      row_at<z_t>(params.z, params.z_strides, row),
-      static_cast<const acc_t*>(weight),
-      static_cast<const acc_t*>(bias),
-      params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, scales_memory) : nullptr,
-      stats_of<acc_t>(params, row),
-      static_cast<acc_t*>(grad)};
-  sweep_columns<acc_t>(sweep, 0, n);
-}
-
-// Makes one row of x_hat from y.
-template <class y_t>
-void recover_row(const NormBackwardParams& params, const void* weight, const void* bias, int64_t row, void* x_hat) {
-  using acc_t = AccOf<y_t>;
-  RecoverSweep<acc_t, y_t> sweep{row_at<y_t>(params.z, params.z_strides, row), static_cast<const acc_t*>(weight),
-                                 static_cast<const acc_t*>(bias), static_cast<acc_t*>(x_hat)};
-  sweep_columns<acc_t>(sweep, 0, params.hidden_size);
+    Totals dots;
+    if (params.stats_grad) dots = sum_columns<acc_t>(DotSweep<row_t>{grad, z, weight, stats, {}, {}}, n);
+    const acc_t c1 = static_cast<acc_t>(dots.first / n);
+    const acc_t c2 = static_cast<acc_t>(params.is_rms_norm ? 0 : dots.second / n);
+    const row_t* grad_residual_out = params.grad_residual_out
+                                         ? rows_of(params.grad_residual_out, params.grad_residual_out_strides,
+                                                   params.grad_residual_out_dtype, kResidual)
+                                         : nullptr;
+    const bool has_next = row + 1 < end;
+    const row_t* next_grad =
+        has_next && params.grad_output_dtype == kDTypeOf<row_t>
+            ? static_cast<const row_t*>(params.grad_output) + params.grad_output_strides.offset(row + 1)
+            : grad;
+    const row_t* next_z = has_next && params.z_dtype == kDTypeOf<row_t>
+                              ? static_cast<const row_t*>(params.z) + params.z_strides.offset(row + 1)
+                              : z;
+    const auto make_grad_z = [&](auto* to) FLN_INLINE_LAMBDA {
+      GradZSweep<row_t, typename std::remove_pointer<decltype(to)>::type> sweep{
+          grad, z, weight, grad_residual_out, stats, c1, c2, rstd, next_grad, next_z, to};
+      sweep_columns<acc_t>(sweep, 0, n);
+    };
+    void* const grad_input = row_at(params.grad_input, params.x_dtype, row * n);
+    if (!transforms && !params.grad_residual && params.x_dtype == kDTypeOf<row_t>) {
+      make_grad_z(static_cast<row_t*>(grad_input));
+      continue;
+    }
+    acc_t* const grad_z = own_row<acc_t>(memory, kU);
+    make_grad_z(grad_z);
+    if (params.grad_residual)
+      round_to(grad_z, n, row_at(params.grad_residual, params.residual_dtype, row * n), params.residual_dtype);
+    if (transforms) {
+      const row_t* x = partial.gate ? rows_of(params.x, params.x_strides, params.x_dtype, kResidual) : nullptr;
+      LoadStageGradSweep<row_t> sweep{
+          x, params.gate ? static_cast<const acc_t*>(parameters.gate) : nullptr,
+          params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr,
+          static_cast<acc_t*>(partial.gate), grad_z};
+      sweep_columns<acc_t>(sweep, 0, n);
+    }
+    if (grad_input) round_to(grad_z, n, grad_input, params.x_dtype);
+  }
 }
 
 void keep_row(const Dropout& dropout, int64_t row, int64_t n, uint8_t* keep) {
   write_kept(dropout, row, n, uint8_t{1}, keep);
 }
 
-template <class acc_t, class to_t>
-void sum_chunks(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, bool accumulate, int64_t begin,
-                int64_t end) {
-  ChunkSumSweep<acc_t, to_t> sweep{static_cast<const acc_t*>(partial), chunks, hidden_size, static_cast<to_t*>(grad),
-                                   accumulate};
-  sweep_columns<acc_t>(sweep, begin, end);
+// The sum of chunks, or of them and what is in grad, for columns [begin, end).
+template <class acc_t>
+void sum_chunks(const void* partial, int64_t chunks, int64_t hidden_size, void* grad, DType dtype, bool accumulate,
+                int64_t begin, int64_t end) {
+  for_dtype(dtype, [&](auto zero) FLN_INLINE_LAMBDA {
+    using to_t = decltype(zero);
+    ChunkSumSweep<acc_t, to_t> sweep{static_cast<const acc_t*>(partial), chunks, hidden_size, static_cast<to_t*>(grad),
+                                     accumulate};
+    sweep_columns<acc_t>(sweep, begin, end);
+  });
 }
 
-template <class acc_t, class from_t>
-void widen_columns(const void* from, double offset, int64_t hidden_size, void* to) {
-  if (!from) {
-    for (int64_t col = 0; col < hidden_size; ++col) static_cast<acc_t*>(to)[col] = static_cast<acc_t>(offset);
-    return;
-  }
-  WidenSweep<acc_t, from_t> sweep{static_cast<const from_t*>(from), static_cast<acc_t>(offset),
-                                  static_cast<acc_t*>(to)};
-  sweep_columns<acc_t>(sweep, 0, hidden_size);
+// to = from + offset, or offset alone where `from` is null.
+template <class acc_t>
+void make_parameter(const void* from, DType dtype, double offset, int64_t n, void* to) {
+  acc_t* const row = static_cast<acc_t*>(to);
+  if (from && dtype == kDTypeOf<acc_t>) memcpy(row, from, n * sizeof(acc_t));
+  if (from) widened(from, dtype, n, row);
+  for (int64_t col = 0; col < n; ++col) row[col] = (from ? row[col] : 0) + static_cast<acc_t>(offset);
 }
 
-// ---- run-time dtypes to the functions above -------------------------------------------------------------------------
+const Kernels kernels = {{forward_rows<Float16>, forward_rows<BFloat16>, forward_rows<float>, forward_rows<double>},
+                         {backward_rows<Float16>, backward_rows<BFloat16>, backward_rows<float>, backward_rows<double>},
+                         keep_row,
+                         {sum_chunks<float>, sum_chunks<double>},
+                         {make_parameter<float>, make_parameter<double>}};
 
-#define FLN_FOR_DTYPE(dtype, function)                \
-  switch (dtype) {                                    \
-    case DType::kFloat16: return function(Float16);   \
-    case DType::kBFloat16: return function(BFloat16); \
-    case DType::kFloat32: return function(float);     \
-    default: return function(double);                 \
-  }
-
-template <class x_t>
-ForwardRows forward_rows_of(DType y_dtype) {
-#define FLN_FUNCTION(y_t) forward_rows<x_t, y_t>
-  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-ForwardRows forward_rows_of(DType x_dtype, DType y_dtype) {
-#define FLN_FUNCTION(x_t) forward_rows_of<x_t>(y_dtype)
-  FLN_FOR_DTYPE(x_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-// fp64 goes with nothing else.
-#define FLN_FOR_LOAD_DTYPE(dtype, rows, function)           \
-  switch (dtype) {                                          \
-    case DType::kFloat16: return function(Float16);         \
-    case DType::kBFloat16: return function(BFloat16);       \
-    case DType::kFloat32: return rows<float, float, float>; \
-    default: return rows<double, double, double>;           \
-  }
-
-// z, grad_output and grad_input are each of one 16-bit type or fp32; fp64 goes with nothing else.
-template <class z_t, class grad_t, class half_t>
-BackwardRows backward_rows_of(bool is_grad_input_fp32) {
-  return is_grad_input_fp32 ? backward_rows<z_t, grad_t, float> : backward_rows<z_t, grad_t, half_t>;
-}
-
-template <class half_t>
-BackwardRows backward_rows_of(bool is_z_fp32, bool is_grad_output_fp32, bool is_grad_input_fp32) {
-  if (is_z_fp32)
-    return is_grad_output_fp32 ? backward_rows_of<float, float, half_t>(is_grad_input_fp32)
-                               : backward_rows_of<float, half_t, half_t>(is_grad_input_fp32);
-  return is_grad_output_fp32 ? backward_rows_of<half_t, float, half_t>(is_grad_input_fp32)
-                             : backward_rows_of<half_t, half_t, half_t>(is_grad_input_fp32);
-}
-
-BackwardRows backward_rows_of(DType z_dtype, DType grad_output_dtype, DType grad_input_dtype) {
-  if (z_dtype == DType::kFloat64) return backward_rows<double, double, double>;
-  const auto is_any = [&](DType dtype) {
-    return z_dtype == dtype || grad_output_dtype == dtype || grad_input_dtype == dtype;
-  };
-  const bool is_z_fp32 = z_dtype == DType::kFloat32, is_grad_output_fp32 = grad_output_dtype == DType::kFloat32;
-  const bool is_grad_input_fp32 = grad_input_dtype == DType::kFloat32;
-  if (is_any(DType::kFloat16)) return backward_rows_of<Float16>(is_z_fp32, is_grad_output_fp32, is_grad_input_fp32);
-  if (is_any(DType::kBFloat16)) return backward_rows_of<BFloat16>(is_z_fp32, is_grad_output_fp32, is_grad_input_fp32);
-  return backward_rows<float, float, float>;
-}
-
-#define FLN_FOR_ACTIVATION(activation, function)                        \
-  switch (activation) {                                                 \
-    case Activation::kRelu: return function(Activation::kRelu);         \
-    case Activation::kGelu: return function(Activation::kGelu);         \
-    case Activation::kGeluTanh: return function(Activation::kGeluTanh); \
-    case Activation::kSilu: return function(Activation::kSilu);         \
-    default: return function(Activation::kNone);                        \
-  }
-
-template <class acc_t, class y_t>
-EpilogueRow epilogue_row_of(Activation activation) {
-#define FLN_FUNCTION(which) epilogue_row<which, acc_t, y_t>
-  FLN_FOR_ACTIVATION(activation, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-EpilogueRow epilogue_row_of(bool is_double, DType y_dtype, Activation activation) {
-#define FLN_FUNCTION(y_t) is_double ? epilogue_row_of<double, y_t>(activation) : epilogue_row_of<float, y_t>(activation)
-  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-template <class z_t>
-EpilogueGradRow epilogue_grad_row_of(Activation activation) {
-#define FLN_FUNCTION(which) epilogue_grad_row<which, z_t>
-  FLN_FOR_ACTIVATION(activation, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-EpilogueGradRow epilogue_grad_row_of(DType z_dtype, Activation activation) {
-#define FLN_FUNCTION(z_t) epilogue_grad_row_of<z_t>(activation)
-  FLN_FOR_DTYPE(z_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-RecoverRow recover_row_of(DType y_dtype) {
-#define FLN_FUNCTION(y_t) recover_row<y_t>
-  FLN_FOR_DTYPE(y_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-#undef FLN_FOR_ACTIVATION
-
-// The residual and z are each of x's type or fp32.
-#define FLN_OF_LOAD_TYPES(function)                                                                   \
-  template <class x_t>                                                                                \
-  auto function##_of(bool is_residual_fp32, bool is_z_fp32) {                                         \
-    if (is_residual_fp32) return is_z_fp32 ? function<x_t, float, float> : function<x_t, float, x_t>; \
-    return is_z_fp32 ? function<x_t, x_t, float> : function<x_t, x_t, x_t>;                           \
-  }
-FLN_OF_LOAD_TYPES(load_stage_row)
-FLN_OF_LOAD_TYPES(load_stage_grad_row)
-#undef FLN_OF_LOAD_TYPES
-
-LoadStageRow load_stage_row_of(DType x_dtype, DType residual_dtype, DType z_dtype) {
-  const bool is_residual_fp32 = residual_dtype == DType::kFloat32, is_z_fp32 = z_dtype == DType::kFloat32;
-#define FLN_FUNCTION(x_t) load_stage_row_of<x_t>(is_residual_fp32, is_z_fp32)
-  FLN_FOR_LOAD_DTYPE(x_dtype, load_stage_row, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-LoadStageGradRow load_stage_grad_row_of(DType x_dtype, DType residual_dtype, DType z_dtype) {
-  const bool is_residual_fp32 = residual_dtype == DType::kFloat32, is_z_fp32 = z_dtype == DType::kFloat32;
-#define FLN_FUNCTION(x_t) load_stage_grad_row_of<x_t>(is_residual_fp32, is_z_fp32)
-  FLN_FOR_LOAD_DTYPE(x_dtype, load_stage_grad_row, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-SumChunks sum_chunks_of(bool is_double, DType grad_dtype) {
-#define FLN_FUNCTION(to_t) is_double ? sum_chunks<double, to_t> : sum_chunks<float, to_t>
-  FLN_FOR_DTYPE(grad_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-WidenColumns widen_columns_of(bool is_double, DType from_dtype) {
-#define FLN_FUNCTION(from_t) is_double ? widen_columns<double, from_t> : widen_columns<float, from_t>
-  FLN_FOR_DTYPE(from_dtype, FLN_FUNCTION);
-#undef FLN_FUNCTION
-}
-
-const Kernels kernels = {forward_rows_of, backward_rows_of,     load_stage_row_of, load_stage_grad_row_of,
-                         epilogue_row_of, epilogue_grad_row_of, recover_row_of,    keep_row,
-                         sum_chunks_of,   widen_columns_of};
-
-#undef FLN_FOR_LOAD_DTYPE
-#undef FLN_FOR_DTYPE
 #undef FLN_CONVERT
 
 }  // namespace FLN_ISA

@@ -19,9 +19,10 @@ HOME_ONLY = "\n\n" + "\n".join(
     for caption, pages in {
         "Use": [
             *("docs/install", "docs/migration", "docs/api", "docs/fusions", "docs/pytorch", "docs/models"),
+            "docs/limits",
             "docs/troubleshooting",
         ],
-        "Trust": ["benchmarks/README", "docs/reliability", "SECURITY", "CHANGELOG"],
+        "Trust": ["benchmarks/README", "benchmarks/tuning", "docs/reliability", "SECURITY", "CHANGELOG"],
         "Build": ["docs/how_it_works", "docs/extending", "docs/checklist", "examples/README", "CONTRIBUTING"],
     }.items()
 )
