@@ -91,6 +91,7 @@ def fused_layer_norm(
             accumulation type.
         dropout_p: default 0; with `training` (default True), the probability that an element of y (after the
             activation) becomes 0; the others are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
+        training: False turns dropout off.
         memory_efficient: default False; save y for backward instead of x, where y says as much about x: y is of x's
             dtype, and every column of N has ``1024 * torch.finfo(y.dtype).tiny <= |w + o| <= 2**125``,
             ``|b| <= |w + o|`` and ``sqrt(N) * |w + o| + |b| <= torch.finfo(y.dtype).max``. Backward then has x_hat to

@@ -144,6 +144,12 @@ def restore_norms(model: nn.Module) -> ReplaceReport:
 
     Modules built as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too.
     Others of this library, such as `FusedAddLayerNorm`, stay: torch.nn has none of their kind.
+
+    Args:
+        model: any module; it may be a norm itself.
+
+    Returns:
+        A `ReplaceReport`: every norm that was fused, what it is now, or why it was left.
     """
     originals = {fused: original for original, fused in _TORCH_CLASSES.items()}
     entries = []

@@ -1,0 +1,123 @@
+"""Makes docs/api.md of signatures and docstrings: `python docs/site/api.py`. tests/test_docs.py compares the two."""
+
+import dataclasses
+import inspect
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import fused_layernorm  # noqa: E402
+from fused_layernorm import compat  # noqa: E402
+
+FUNCTIONS = ["fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
+             "fused_adaptive_layer_norm", "fused_adaptive_rms_norm"]  # fmt: skip
+MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm", "FusedAdaptiveLayerNorm",
+           "FusedAdaptiveRMSNorm"]  # fmt: skip
+MODELS = ["replace_norms", "restore_norms", "ReplaceReport", "profile", "ProfileReport"]
+BUILD = ["backend", "build", "include_dir"]
+SECTION = re.compile(r"^(Args|Returns|Raises|Example):\n", re.MULTILINE)
+ENTRY = re.compile(r"^    (\S[^:]*): ", re.MULTILINE)
+
+
+def markdown(text: str) -> str:
+    """Of a docstring's text: double backticks, formulas and indented code as Markdown has them."""
+    text = re.sub(r":math:`([^`]+)`", r"$\1$", re.sub(r"``([^`]+)``", r"`\1`", text))
+    text = re.sub(r"\.\. math:: ((?:.+\n?(?:    .+\n?)*))", lambda m: f"$$\n{' '.join(m[1].split())}\n$$\n", text)
+    return re.sub(r"::\n\n((?:    .*\n?|\n)+)", lambda m: f":\n\n```python\n{inspect.cleandoc(m[1])}\n```\n\n", text)
+
+
+def cell(text: str) -> str:
+    return markdown(" ".join(text.split())).replace("|", "\\|")
+
+
+def entries(section: str) -> list[tuple[str, str]]:
+    """(name, text) of each argument or error."""
+    parts = ENTRY.split(section)[1:]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def type_of(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    return "" if annotation is parameter.empty else annotation if isinstance(annotation, str) else annotation.__name__
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def arguments(thing, told: dict[str, str]) -> str:
+    rows, keyword_only = [], False
+    for name, parameter in inspect.signature(thing).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            rows.append(["*by keyword*", "", "", ""])
+        default = "" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
+        kind = f"`{type_of(parameter)}`".replace("|", "\\|") if type_of(parameter) else ""
+        rows.append([f"`{name}`", kind, default, cell(told[name]) if name in told else elsewhere(thing, name)])
+    return table(["argument", "type", "default", "meaning"], rows)
+
+
+def elsewhere(thing, name: str) -> str:
+    """Where an argument is described that the docstring leaves out."""
+    if inspect.isclass(thing):
+        base = next(cls for cls in thing.__mro__ if cls.__module__.startswith("torch"))
+        is_torchs = name in inspect.signature(base).parameters
+        return f"as in `torch.nn.{base.__name__}`" if is_torchs else "as in the function"
+    for function in ("fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_adaptive_layer_norm"):
+        if name in told_by(getattr(fused_layernorm, function)):
+            return f"as in [`{function}`](#{function})"
+    raise SystemExit(f"{thing.__name__}: {name} is described nowhere")
+
+
+def sections_of(thing) -> tuple[str, dict[str, str]]:
+    """The text in front of the first section, and the sections by name."""
+    parts = SECTION.split(inspect.getdoc(thing))
+    return parts[0], dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def told_by(thing) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for names, meaning in entries(sections_of(thing)[1].get("Args", "")):
+        told |= dict.fromkeys(names.split(", "), meaning)
+    return told
+
+
+def described(name: str) -> str:
+    thing = getattr(fused_layernorm, name)
+    (head, sections), tail = sections_of(thing), ""
+    for section in ("Returns", "Raises"):  # what stands behind an indented section belongs to the text
+        if section in sections:
+            indented = re.match(r"(?:    .*\n?|\n)*", sections[section])[0]
+            sections[section], rest = indented, sections[section][len(indented) :]
+            tail += rest
+    text = f"### `{name}`\n\n{markdown(head).strip()}\n\n"
+    if dataclasses.is_dataclass(thing):
+        return text
+    if inspect.signature(thing).parameters:
+        text += arguments(thing, told_by(thing)) + "\n"
+    if "Returns" in sections:
+        text += f"**Returns** {markdown(inspect.cleandoc(sections['Returns']))}\n\n"
+    text += f"{markdown(tail).strip()}\n\n" if tail.strip() else ""
+    if "Raises" in sections:
+        errors = [[f"`{error}`", cell(when)] for error, when in entries(sections["Raises"])]
+        text += table(["error", "when"], errors) + "\n"
+    if "Example" in sections:
+        text += f"```pycon\n{inspect.cleandoc(sections['Example'])}\n```\n\n"
+    return text
+
+
+def make_page() -> str:
+    parts = ["# API reference\n\n<!-- Made by docs/site/api.py of signatures and docstrings. -->\n\n"
+             "What runs where, and why: [around the norm](fusions.md).\n\n"]  # fmt: skip
+    for title, names in (("Functions", FUNCTIONS), ("Modules", MODULES), ("Whole models", MODELS)):
+        parts += [f"## {title}\n\n", *map(described, names)]
+    parts += [f"## Apex's names\n\n`fused_layernorm.compat`: {markdown(inspect.getdoc(compat)).strip()}\n\n"]
+    parts += ["## The build\n\n", *map(described, BUILD)]
+    return re.sub(r"\n{3,}", "\n\n", "".join(parts)).strip() + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "api.md").write_text(make_page())
