@@ -146,7 +146,7 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
         return None
     dtype, results = _val(z).dtype, _results(norm)
     pair = _stream(*terms, dtype) or _stream(*terms[::-1], dtype)
-    if pair is None or results is None or 1 in results:
+    if pair is None or results is None or (1 in results and results[1].users):
         return None
     if views and 2 in results and not all(_is(user, _ops.norm_backward) for user in results[2].users):
         return None  # stats would have another shape
@@ -400,7 +400,8 @@ def _unpack(node: Node) -> list[Node]:
 def _replace(graph: Graph, old: Node, results: dict[int, Node], by: dict[int, Node]) -> None:
     """Give the readers of old's results those in `by`, and erase old."""
     for index, part in results.items():
-        part.replace_all_uses_with(by[index])
+        if part.users:
+            part.replace_all_uses_with(by[index])
         graph.erase_node(part)
     graph.erase_node(old)
 
@@ -441,7 +442,7 @@ def _lower_to_direct_calls() -> None:
         kernel = DirectCall if _is_enabled and not kwargs else ir.FallbackKernel
         outputs = kernel.create(op, *args, **kwargs)
         for output in outputs:
-            output.skip_size_stride_alignment_checks = kernel is DirectCall  # half of the host time of a small norm
+            output.skip_size_stride_alignment_checks = kernel is DirectCall  # known; asserted at a cost
         return tuple(map(ir.TensorBox.create, outputs))
 
     for op in (_ops.norm_forward, _ops.norm_backward):
