@@ -321,12 +321,12 @@ template <int threads, int vecs, int vec, int rows, int blocks_per_sm, int max_c
 struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kRows = rows;
   static constexpr int kBlocksPerSm = blocks_per_sm;
-  // No warp that fetches beside 16 that have rows, which leave each thread 128 registers: these take turns to.
-  static constexpr bool kHasAsker = !(threads * rows == 512 && vec == 8);
+  // No producer warp beside 16 that have rows, which leave each thread 128 registers: these take turns as producer.
+  static constexpr bool kHasProducer = !(threads * rows == 512 && vec == 8);
   // Finish a row only when the next one is added up: where the sums come from other blocks, where one row is all the
   // block has to do, where a thread holds so many columns that the row does not fit beside their sums, and where the
   // warp that asks has rows to wait for.
-  static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32) || !kHasAsker;
+  static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32) || !kHasProducer;
 };
 
 // Whether blocks of backward wait for the mean of all (pace.cuh): where the recorded benchmark gained by it (H200,
@@ -377,7 +377,7 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
-// With an add stage, for rows of 256 elements or more: a fourth and a fifth tensor are work, so more warps, with fewer
+// With a load stage: a fourth and a fifth tensor are work, so more warps, with fewer
 // columns a thread, from 2048 columns on. H200, bf16, x of 256 MiB, us, without dropout / with: by the plans above 2048
 // 262 / 350, 3072 269 / 362, 4096 264 / 354, 8192 274 / 353, 4096 rows of 8192 86 / 107; by 128 x 2 R3 259 / 359, 265 /
 // 340, 262 / 350, 264 / 338, 82 / 99; by 128 x 2 R2 261 / 337, 294 / 378, 266 / 338, 274 / 352, 83 / 99. Shorter rows
@@ -385,28 +385,13 @@ struct BackwardLadder<double> {
 // 366. Code of its own where nothing is dropped: 1152 3% less with dropout, 2048 3% more.
 template <typename scalar_t>
 struct AddGradLadder {
-  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
-                      BackwardPlan<64, 3, 8, 4, 1>, BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>,
+  using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 3, 8, 4, 1>,
+                      BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>,
                       BackwardPlan<128, 4, 8, 2, 1, 16>>;
 };
 template <>
-struct AddGradLadder<float> {
-  using type = Ladder<BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
-                      BackwardPlan<256, 4, 4, 1, 1, 16>>;
-};
-
-// From y in the place of x: plans that the fused strategy had, of up to 7 rows a block, and its plan of 96 threads. By
-// those of an add stage 1024 columns took 218 us (201), 3072 231 (211), 8192 213 (208).
-template <typename scalar_t>
-struct FromYLadder {
-  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>,
-                      BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>,
-                      BackwardPlan<64, 4, 8, 3, 1, 2>, BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>,
-                      BackwardPlan<128, 4, 8, 2, 1, 16>>;
-};
-template <>
-struct FromYLadder<float> : AddGradLadder<float> {};
+struct AddGradLadder<float> : BackwardLadder<float> {};
 
 // With an activation or dropout after the norm, whose gradient is work: 16 elements a thread, and as many warps as that
 // leaves registers for and rows fill, 12 to 15 of them beside the one that fetches. H200, bf16, x of 256 MiB, us, relu
@@ -565,12 +550,11 @@ template <template <typename> class LadderOf>
 constexpr bool kClustersAreShared =
     clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
 static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
-              kClustersAreShared<AddGradLadder> && kClustersAreShared<FromYLadder> &&
-              kClustersAreShared<AfterGradLadder> && kClustersAreShared<DropGradLadder> &&
-              kClustersAreShared<GateGradLadder>);
+              kClustersAreShared<AddGradLadder> && kClustersAreShared<AfterGradLadder> &&
+              kClustersAreShared<DropGradLadder> && kClustersAreShared<GateGradLadder>);
 
 template <typename Plan>
-constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasAsker ? 32 : 0);
+constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasProducer ? 32 : 0);
 
 // The fused kernels count rows in 32 bits, with room to look some turns ahead: registers are short. More rows, which
 // have few columns, are for the split strategy.

@@ -37,25 +37,29 @@ inline bool has_after_stage(const KernelForwardParams& params) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// norm_backward.cu: the plain norm. With segments, weight of all types that dispatch_types() lists.
-int64_t backward_workspace(const KernelBackwardParams& params);
-cudaError_t launch_backward(const KernelBackwardParams& params, cudaStream_t stream);
+// backward_*.cu: the fused strategy. Sets `running` to how many partial sums it leaves at params.workspace, each
+// [grad_weight, grad_bias, with a gate grad_gate], and launches if asked to; 0: it is not for this call. By types,
+// stages, hidden_size and card, and for the plain norm by the number of rows and which gradients are wanted.
+struct FusedCall {
+  bool launches = false;
+  cudaStream_t stream = nullptr;
+  int running = 0;
+};
+template <typename scalar_t>
+cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call);
 
-// norm_add_backward.cu: with a stage, which `Stage` names: AddGradStage, GateGradStage, AfterNorm or FromYStage. By
-// types, hidden_size and card, not by the number of rows (below kFusedMaxRows), nor by which gradients are wanted, but
-// for a grad_residual that is not of z's type.
-template <typename Stage>
-int64_t backward_workspace(const KernelBackwardParams& params, const Stage& stage);  // or kNoKernel
-template <typename Stage>
-cudaError_t launch_backward(const KernelBackwardParams& params, const Stage& stage, cudaStream_t stream);
+// norm_backward.cu: every strategy. With segments, weight of all types that dispatch_types() lists. With stages by one
+// kernel, or not at all.
+int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages);  // or kNoKernel
+cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
 
-// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stage`: without dropout;
-// gate and x nullptr where forward had no gate, grad_gate too then. Beside fp32 x, grad_output, weight, gate and the
+// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stages`: without dropout,
+// epilogue and from_y. Beside fp32 x, grad_output, weight, gate and the
 // gate's x may be 16-bit.
 inline bool has_each_kernel(const KernelBackwardParams& params) {
   return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kHugeBackwardColumns &&
          !params.accumulate;
 }
-cudaError_t launch_backward_each(const KernelBackwardParams& params, const GateGradStage& stage, cudaStream_t stream);
+cudaError_t launch_backward_each(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
 
 }  // namespace fused_layernorm
