@@ -71,13 +71,8 @@ struct RowDropout {
   // keep * value for the columns from `col` on, a multiple of kVec.
   template <int kVec>
   __device__ __forceinline__ void drop(T (&values)[kVec], int64_t col) const {
-    static_assert(kVec == 1 || kVec == 2 || kVec == 4 || kVec == 8, "random numbers come by eights");
-    DropoutOctet numbers(seed, where, row, static_cast<uint32_t>(col / 8));
-    if constexpr (kVec < 4) {  // those of these columns to the front, by selects
-      uint32_t(&word)[4] = numbers.words.word;
-      if (kVec == 1 && col % 2 == 1) word[0] = word[1], word[2] = word[3];
-      if (col % 4 >= 2) word[0] = word[2], word[1] = word[3];
-    }
+    static_assert(kVec == 4 || kVec == 8, "random numbers come by eights");
+    const DropoutOctet numbers(seed, where, row, static_cast<uint32_t>(col / 8));
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       const bool is_kept = numbers.number(i % 4, kVec == 8 ? i >= 4 : col % 8 >= 4) > most_dropped;

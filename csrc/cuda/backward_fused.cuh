@@ -34,6 +34,11 @@ constexpr bool kIsRagged = Plan::kVec * sizeof(scalar_t) < 16;
 template <typename scalar_t, typename Plan>
 constexpr bool kTakesPlain =
     kIsRagged<scalar_t, Plan> || holds<Plan>(typename BackwardLadder<scalar_t>::type{});
+// From y takes registers for bias, which ragged rows and the longest do not leave.
+constexpr int64_t kFromYColumns = 65536;
+template <typename scalar_t, typename Plan>
+constexpr bool kTakesFromY = kTakesPlain<scalar_t, Plan> && !kIsRagged<scalar_t, Plan> &&
+                             Plan::kThreads * Plan::kVecs * Plan::kVec <= 4096;
 template <typename scalar_t, typename Plan>
 constexpr bool kTakesLoad = kIsRagged<scalar_t, Plan> || holds<Plan>(typename AddGradLadder<scalar_t>::type{});
 
@@ -56,10 +61,10 @@ __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&&
     if constexpr (kTakesLoad<scalar_t, Plan>) {
       if (stages.has_load_stage) return with_grad(std::integral_constant<Path, Path::kLoad>{});
     }
-    if constexpr (kTakesPlain<scalar_t, Plan>) {
+    if constexpr (kTakesFromY<scalar_t, Plan>) {
       if (stages.from_y) return f(Work<scalar_t, Path::kFromY>{});
-      f(Work<scalar_t, Path::kPlain>{});
     }
+    if constexpr (kTakesPlain<scalar_t, Plan>) f(Work<scalar_t, Path::kPlain>{});
   }
 }
 
@@ -99,15 +104,14 @@ struct ColumnSums {
   acc_type<scalar_t> sums[kSums][Plan::kVecs][Plan::kVec];
 };
 
-// Which threads of a block have which rows and columns.
-template <typename scalar_t, typename Plan>
+// Which threads of a block have which rows and columns. by_warp: `group` is seen to be the same for a whole warp, so that
+// exchanges between lanes need not make sure that all arrive, 15 instructions a row; it takes a register.
+template <typename scalar_t, typename Plan, bool by_warp = true>
 struct BlockThreads {
   using Row = RowThreads<Plan::kThreads, Plan::kRows>;
   static constexpr int kThreads = Plan::kThreads, kVec = Plan::kVec, kConsumers = Plan::kThreads * Plan::kRows;
   static constexpr bool kAligned = Plan::kVec * sizeof(scalar_t) % 8 == 0;
-  // By what is seen to be the same for a whole warp: so exchanges between lanes need not make sure that all arrive, 15
-  // instructions a row
-  static constexpr bool kByWarp = kThreads >= 32 && Plan::kRows > 1;
+  static constexpr bool kGroupOfWarp = by_warp && kThreads >= 32 && Plan::kRows > 1;
 
   const Slice& slice;
   int warp, rank, group;
@@ -117,15 +121,18 @@ struct BlockThreads {
       : slice(slice),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
         rank(Row::rank()),
-        group(kByWarp ? warp / Row::kWarps : Row::group()),
+        group(kGroupOfWarp ? warp / Row::kWarps : Row::group()),
         held(slice.elements, rank * kVec) {}
 
   __device__ bool produces() const {
-    return Plan::kHasProducer && (kByWarp ? warp >= kConsumers / 32 : threadIdx.x >= kConsumers);
+    return Plan::kHasProducer && (kGroupOfWarp ? warp >= kConsumers / 32 : threadIdx.x >= kConsumers);
   }
   __device__ int elements_of(int v) const { return held.count(v); }
   __device__ int column_of(int v) const { return (held.index(v) * kThreads + rank) * kVec; }
 };
+
+template <typename Plan, typename Work>
+constexpr bool kByWarp = !Work::kFromY || Plan::kOneBehind;  // from y, plans that hold a row would spill
 
 // A consumer thread's work on its rows.
 template <typename scalar_t, typename Plan, Family family, typename Work>
@@ -134,7 +141,7 @@ struct FusedRows {
   using grad_t = typename Work::grad_t;
   using Ring = RowRing<scalar_t, Plan, Work>;
   using Exchange = SumExchange<Plan, acc_t>;
-  using Threads = BlockThreads<scalar_t, Plan>;
+  using Threads = BlockThreads<scalar_t, Plan, kByWarp<Plan, Work>>;
   using Row = typename Threads::Row;
   using Stats = RowStats<scalar_t>;
   using XVec = RawVec<scalar_t, Plan::kVec>;
@@ -142,6 +149,8 @@ struct FusedRows {
   static constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
   static constexpr bool kAligned = Ring::kAligned;
   static constexpr bool kHasEpilogue = Work::kHasEpilogue;
+  // Whether a row's grad_residual_out waits in registers; else there are none for it, and it is read from the ring
+  static constexpr bool kHoldsSkip = Work::kAlwaysAdds && kAligned;
   // A warp without a vector in the last place leaves it out, in plans whose rows often end before it
   static constexpr bool kMayEnd = kAligned && kThreads >= 64 && (kHasEpilogue ? kVecs > 1 : kVecs == 3);
 
@@ -156,7 +165,6 @@ struct FusedRows {
   acc_t weight[kVecs][kVec], bias[Work::kNeedsBias ? kVecs : 1][kVec], gate[Work::kHasGate ? kVecs : 1][kVec];
   grad_t* grad_input;
   scalar_t* grad_residual;
-  bool has_skip;  // a gradient of residual_out
 
   __device__ __forceinline__ void load_parameters() {
 #pragma unroll
@@ -224,7 +232,7 @@ struct FusedRows {
     return read_as<grad_t>(at, v, whole);
   }
   __device__ __forceinline__ XVec read_skip(unsigned at, int v, bool whole) const {
-    return Work::kMayAdd && has_skip ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
+    return Work::kMayAdd && arguments.stages.grad_residual_out ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
   }
 
   // The lanes of this warp that have a row: where several rows share a warp, some may have none in the last iteration,
@@ -378,7 +386,7 @@ struct FusedRows {
     const Pair<acc_t> terms = row_terms(stats, sums);
     [[maybe_unused]] const acc_t wdy_factor = kHasEpilogue ? mul(stats.rstd, arguments.wdy_factor) : acc_t(1);
     [[maybe_unused]] const auto dropout = [&] {
-      if constexpr (kAdds && !Work::kHasGate)
+      if constexpr (kAdds && !Work::kHasGate && kAligned)
         return RowDropout<acc_t>(stages.dropout, row);
       else
         return NotFused{};
@@ -412,7 +420,7 @@ struct FusedRows {
             columns.sums[2][v][i] = fma(gated[i], values[i], columns.sums[2][v][i]);
             values[i] = mul(values[i], gate[v][i]);
           }
-        } else {
+        } else if constexpr (kAligned) {
           if (stages.dropout.philox) dropout.apply(values, slice.first_col + threads.column_of(v));
         }
       }
@@ -438,13 +446,13 @@ struct FusedRows {
 
   // Load, sums, store: the row stays in registers.
   __device__ __forceinline__ void walk_rows(Pair<acc_t> (*scratch)[kRows * Row::kWarps]) {
-    // With an epilogue there are no registers for grad_residual_out: its row stays in the ring until it is stored
-    const bool keeps_slot = kHasEpilogue && arguments.stages.has_load_stage;
+    // Whether the slot is released when the row is stored only
+    const bool keeps_slot = !kHoldsSkip && Work::kMayAdd && arguments.stages.has_load_stage;
     const int group = threads.group;
 #pragma unroll 1
     for (int row = slice.first_row + group; row < slice.end_row; row += slice.row_step) {
       ring.wait_full();
-      XVec x_raw[kVecs], skip_raw[Work::kAlwaysAdds ? kVecs : 1] = {};
+      XVec x_raw[kVecs], skip_raw[kHoldsSkip ? kVecs : 1] = {};
       GradVec grad_raw[kVecs], gated_raw[Work::kHasGate ? kVecs : 1] = {};
       [[maybe_unused]] RawVec<acc_t, kVec> kept[kHasEpilogue ? kVecs : 1];
       const auto entry = ring.entry(params, ring.slot, row, group);
@@ -456,14 +464,13 @@ struct FusedRows {
       for_each([&](int v, auto whole) {
         x_raw[v] = read(entry.x, v, whole);
         grad_raw[v] = read_grad(entry.grad, v, whole);
-        if constexpr (Work::kAlwaysAdds) skip_raw[v] = read_skip(entry.residual, v, whole);
+        if constexpr (kHoldsSkip) skip_raw[v] = read_skip(entry.residual, v, whole);
         if constexpr (Work::kHasGate) gated_raw[v] = read_gated(entry.gated, v, whole);
       });
       const auto release = [&](int slot) {
         ring.release(params, arguments.stages, slice.first_col, slot, row + arguments.depth * slice.row_step, group,
                      threads.rank, active_lanes(row));
       };
-      [[maybe_unused]] const int slot = ring.slot;
       if (!keeps_slot) release(ring.slot);
       ring.next_slot();
       const Pair<acc_t> sums = row_sum<Row>(
@@ -482,15 +489,13 @@ struct FusedRows {
               return grad_raw[v];
           },
           [&](int v, auto whole) {
-            if constexpr (Work::kAlwaysAdds)
+            if constexpr (kHoldsSkip)
               return skip_raw[v];
             else
-              return read_skip(entry.residual, v, whole);
+              return read_skip(ring.more_entry(ring.slot_before(), group, 0), v, whole);
           },
           [&](int v, auto) { return gated_raw[Work::kHasGate ? v : 0]; });
-      if constexpr (kHasEpilogue) {
-        if (keeps_slot) release(slot);
-      }
+      if (keeps_slot) release(ring.slot_before());
     }
   }
 
@@ -511,7 +516,7 @@ struct FusedRows {
              (of_iteration % 2 * kVecs + v) * (kThreads * kRows * kVec * static_cast<int>(sizeof(acc_t)));
     };
     const auto finish = [&] {
-      const int behind = ring.slot == 0 ? depth - 1 : ring.slot - 1;
+      const int behind = ring.slot_before();
       const auto entry = ring.entry(params, behind, row - slice.row_step, group);
       store_row(
           ring.stats(params, entry, behind, row - slice.row_step, group), row - slice.row_step,
@@ -522,34 +527,44 @@ struct FusedRows {
             else
               return read_grad(entry.grad, v, whole);
           },
-          [&](int v, auto whole) { return read_skip(entry.residual, v, whole); },
+          [&](int v, auto whole) {
+            return read_skip(kHasEpilogue ? ring.more_entry(behind, group, 0) : entry.residual, v, whole);
+          },
           [&](int v, auto whole) { return read_gated(entry.gated, v, whole); });
       ring.release(params, stages, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, threads.rank,
                    0xffffffffu);
     };
+    // One iteration more than rows finishes the last row by the same code, where a copy of it would spill or is long;
+    // a copy is 6% fewer instructions a row (128 x 2, with a load stage)
+    constexpr bool kOneMore = Work::kFromY || kHasEpilogue || (Work::kMayAdd && !kAligned);
 #pragma unroll 1
-    for (; row < slice.end_row; row += slice.row_step, ++iteration) {
-      if constexpr (!Plan::kHasProducer) {
-        if (produces_in == 0) {
-          ring.produce_ahead(params, stages, slice, row - group);
-          produces_in = Threads::kConsumers / 32;
+    for (; kOneMore || row < slice.end_row; row += slice.row_step, ++iteration) {
+      const bool has_row = !kOneMore || row < slice.end_row;
+      if (has_row) {
+        if constexpr (!Plan::kHasProducer) {
+          if (produces_in == 0) {
+            ring.produce_ahead(params, stages, slice, row - group);
+            produces_in = Threads::kConsumers / 32;
+          }
+          --produces_in;
         }
-        --produces_in;
+        ring.wait_full();
+        const auto entry = ring.entry(params, ring.slot, row, group);
+        const Stats stats = ring.stats(params, entry, ring.slot, row, group);
+        exchange.share(
+            iteration,
+            add_up(
+                stats, row, [&](int v, auto whole) { return read(entry.x, v, whole); },
+                [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+                [&](int v, const acc_t(&wdy)[kVec]) {
+                  if constexpr (kHasEpilogue) store_words<kThreads * kRows>(kept_at(iteration, v), wdy);
+                }));
       }
-      ring.wait_full();
-      const auto entry = ring.entry(params, ring.slot, row, group);
-      exchange.share(iteration,
-                     add_up(
-                         ring.stats(params, entry, ring.slot, row, group), row,
-                         [&](int v, auto whole) { return read(entry.x, v, whole); },
-                         [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
-                         [&](int v, const acc_t(&wdy)[kVec]) {
-                           if constexpr (kHasEpilogue) store_words<kThreads * kRows>(kept_at(iteration, v), wdy);
-                         }));
       if (iteration > 0) finish();
+      if (!has_row) break;
       ring.next_slot();
     }
-    if (iteration > 0) finish();
+    if (!kOneMore && iteration > 0) finish();
   }
 
   __device__ __forceinline__ void run(Exchange& exchange, Pair<acc_t> (*scratch)[kRows * Row::kWarps]) {
@@ -560,7 +575,6 @@ struct FusedRows {
     grad_input = static_cast<grad_t*>(params.grad_input) + own;
     if constexpr (Work::kMayAdd) {
       grad_residual = static_cast<scalar_t*>(arguments.stages.grad_residual) + own;
-      has_skip = arguments.stages.grad_residual_out;
     }
     if constexpr (Plan::kOneBehind) {
       walk_rows_one_behind(exchange);
@@ -582,10 +596,11 @@ struct FusedRows {
 // 69 61, 32768 x 4096 208 202). Called by all threads when all are done with the ring.
 template <typename scalar_t, typename Plan, Family family>
 __device__ __forceinline__ void write_partial(const KernelBackwardParams& params, const FusedArguments& arguments,
-                                              const Slice& slice, const BlockThreads<scalar_t, Plan>& threads,
+                                              const Slice& slice,
                                               ColumnSums<scalar_t, Plan, family>& columns, uint4* ring_memory) {
   using acc_t = acc_type<scalar_t>;
   using Threads = BlockThreads<scalar_t, Plan>;
+  const Threads threads(slice);
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
   constexpr int kSums = columns.kSums;
   constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written at once
@@ -680,9 +695,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   // Which rows, and which slice of them
   const int set = sizeof(scalar_t) == 4 && arguments.stages.grad_output_dtype != DType::kFloat32 ? 2 : 1;
   const Slice slice = Slice::of<Plan>(params, set);
-  const BlockThreads<scalar_t, Plan> threads(slice);
   if (kBulk && threadIdx.x == 0) ring_barriers.init();
-  Exchange exchange(exchange_shared, slice, min(threads.group, Plan::kRows - 1));
+  Exchange exchange(exchange_shared, slice, min(BlockThreads<scalar_t, Plan>(slice).group, Plan::kRows - 1));
   if (kForRacecheck) __syncthreads();
   if constexpr (Plan::kClusters) {
     cluster_sync();
@@ -693,6 +707,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   ColumnSums<scalar_t, Plan, family> columns;
   with_work<scalar_t, Plan, family>(arguments.stages, [&](auto work) {
     using Chosen = decltype(work);
+    const BlockThreads<scalar_t, Plan, kByWarp<Plan, Chosen>> threads(slice);
     RowRing<scalar_t, Plan, Chosen> ring(ring_memory, ring_barriers, slice, arguments);
     if (threads.produces()) {
       ring.produce(params, arguments.stages, slice, slice.first_row, INT_MAX);
@@ -709,7 +724,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     __syncthreads();
   }
   if (!params.grad_weight && !params.grad_bias && !params.grad_gate) return;
-  write_partial<scalar_t, Plan, family>(params, arguments, slice, threads, columns, ring_memory);
+  write_partial<scalar_t, Plan, family>(params, arguments, slice, columns, ring_memory);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -837,7 +852,7 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
       (stages.grad_residual && stages.grad_residual_dtype != params.x_dtype) ||
       (is_narrow && (sizeof(scalar_t) != 4 || dtype_bytes(stages.grad_output_dtype) != 2 || !stages.has_load_stage)) ||
       (has_epilogue && (is_narrow || stages.gate || params.segments > 1)) ||
-      (stages.gate && stages.dropout.philox) || (is_ragged && (is_narrow || stages.gate || has_epilogue)))
+      (stages.from_y && params.hidden_size > kFromYColumns) || (stages.gate && stages.dropout.philox) || (is_ragged && (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue)))
     return cudaSuccess;
   const auto launch = [&](auto family, auto ladder) {
     int device = 0;

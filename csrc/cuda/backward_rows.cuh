@@ -184,8 +184,8 @@ __device__ __forceinline__ void store_gradient(const KernelBackwardParams& param
   store_as(gradient, dtype, index, value);
 }
 
-// Adds up `partials` sums [grad_weight, grad_bias] that lie at params.workspace.
-cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, cudaStream_t stream);
+// Adds up `partials` times `sums` sums, [grad_weight, grad_bias] or also grad_gate, that lie at params.workspace.
+cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream);
 
 // Rows that are shared by the whole card (norm_huge.cu).
 bool is_huge_backward(const KernelBackwardParams& params);

@@ -6,10 +6,9 @@
 //
 // Two strategies (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused (backward_fused.cuh):
 // persistent blocks walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers
-// and leave one partial sum a block. Split: blocks of rows and blocks of columns side by side in one launch. Both take
-// the same steps per row in the same order with pinned rounding, so grad_input has the same bits either way. Partial
-// sums are added in a fixed order: no atomics, no dependence on timing.
-#include "backward_fused.cuh"
+// and leave one partial sum a block; the only one that has stages. Split: blocks of rows and blocks of columns side by
+// side in one launch. Both take the same steps per row in the same order with pinned rounding, so grad_input has the
+// same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on timing.
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -21,19 +20,17 @@
 namespace fused_layernorm {
 namespace {
 
-// The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
-struct BackwardLaunch {
-  bool fused;
-  int cluster;         // fused: blocks that share a row; split: as many slices of a row, in one block
-  int depth;           // fused: stages of the ring of rows in flight
-  int blocks;          // fused: persistent blocks; split: blocks of columns in all
-  int64_t row_blocks;  // split: blocks of rows
-  int column_lanes;    // split: threads side by side along a row, in a block of columns
-  int column_tiles;    // split: blocks of columns along a row
-  int column_splits;   // split: blocks of columns along the rows, for so many rows each:
+// A launch of the split strategy, decided once: workspace size, grid and kernel arguments all follow from it.
+struct SplitLaunch {
+  int cluster;         // slices of a row, in one block: as many as blocks of the fused strategy's cluster
+  int slice;           // columns of a slice
+  int64_t row_blocks;  // blocks of rows
+  int blocks;          // blocks of columns in all
+  int column_lanes;    // threads side by side along a row, in a block of columns
+  int column_tiles;    // blocks of columns along a row
+  int column_splits;   // blocks of columns along the rows, for so many rows each:
   int64_t split_rows;
-  int slice;     // split: columns of a slice of a row
-  int partials;  // partial sums of the weight gradients to be finalized, of all segments; 0: written directly
+  int partials;  // partial sums of the weight gradients to be finalized; 0: written directly
 };
 
 // ---- split ---------------------------------------------------------------------------------------------------------
@@ -61,7 +58,7 @@ __device__ __forceinline__ void unpack_weight(acc_t (&weight)[kVec], const Raw& 
 // the row in a cluster of blocks, as many times the threads do what these would.
 template <typename scalar_t, typename Plan>
 __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
-                                                const BackwardLaunch& launch, acc_type<scalar_t> inverse_n,
+                                                const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
                                                 Pair<acc_type<scalar_t>>* scratch) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
@@ -163,7 +160,7 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
 // two, along a row and kBlock / column_lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec
 // sums.
 template <typename scalar_t, int kVec, int kBlock>
-__device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const BackwardLaunch& launch,
+__device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const SplitLaunch& launch,
                                                     acc_type<scalar_t>* scratch) {
   using acc_t = acc_type<scalar_t>;
   const int lanes = launch.column_lanes, splits = launch.column_splits, thread = static_cast<int>(threadIdx.x);
@@ -229,7 +226,7 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
 
 template <typename scalar_t, typename Plan>
 __global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
-    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params, const BackwardLaunch launch,
+    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params, const SplitLaunch launch,
                                acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kBlock = kSplitThreads<Plan>;
@@ -281,18 +278,19 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
   if (threadIdx.y > 0 || column >= params.hidden_size) return;
 #pragma unroll
   for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
-  store_gradient(params, gradient, dtype, blockIdx.z * params.hidden_size + column, sum);
+  const int64_t at = blockIdx.z * params.hidden_size + column;
+  if (which == 2) return store_as(gradient, dtype, at, sum);  // `accumulate` is not for it
+  store_gradient(params, gradient, dtype, at, sum);
 }
 
 template <typename T>
-cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int partials, cudaStream_t stream) {
+cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream) {
   const int segments = std::max(params.segments, 1);
   partials /= segments;
   const auto launch = [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const OverlappedLaunch sum(
-        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns),
-             params.grad_gate ? 3 : 2, segments),
+        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), sums, segments),
         dim3(kFinalizeColumns, kRows), stream);
     return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
   };
@@ -303,38 +301,14 @@ cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int pa
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 template <typename scalar_t, typename Plan>
-cudaError_t plan_launch(const KernelBackwardParams& params, int device, const DeviceFacts& facts,
-                        BackwardLaunch& launch) {
+SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
+  SplitLaunch launch{};
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  const bool wants_columns = params.grad_weight || params.grad_bias;
-  if constexpr (sizeof(scalar_t) < 8) {
-    // Rows longer than a block holds go to a cluster, whatever the number of rows: the sums of a row have one order
-    const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
-    const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
-    const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
-    if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
-        (params.segments > 1 ? cluster > 1 || !Plan::kClusters
-         : Plan::kClusters   ? cluster > 1 && !(small && kSplitClusters<Plan>)
-                             : wants_columns && !small)) {
-      Residence residence;
-      const cudaError_t error = residence_of<scalar_t, Plan, NotFused>(device, facts, cluster, residence);
-      if (error != cudaSuccess) return error;
-      if (residence.clusters > 0) {
-        const int running = running_clusters<Plan>(params, residence);
-        launch.fused = true;
-        launch.cluster = cluster;
-        launch.depth = residence.depth;
-        launch.blocks = running * cluster;
-        launch.partials = wants_columns ? running : 0;
-        return cudaSuccess;
-      }
-    }
-  }
   constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
-  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, facts.max_cluster) : 1;
+  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, max_cluster) : 1;
   launch.slice = static_cast<int>((vec_count + launch.cluster - 1) / launch.cluster * Plan::kVec);
   if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
-  if (wants_columns) {
+  if (params.grad_weight || params.grad_bias) {
     launch.column_lanes = kSplitThreads<Plan>;
     while (launch.column_lanes > kColumnLanes<Plan::kVec> && kSplitThreads<Plan> / launch.column_lanes < params.rows)
       launch.column_lanes /= 2;
@@ -348,11 +322,12 @@ cudaError_t plan_launch(const KernelBackwardParams& params, int device, const De
     launch.blocks = static_cast<int>(launch.column_tiles * splits);
     launch.partials = splits > 1 ? static_cast<int>(splits) : 0;
   }
-  return cudaSuccess;
+  return launch;
 }
 
+// Calls f(types, plan, launch).
 template <typename F>
-cudaError_t dispatch_backward(const KernelBackwardParams& params, F&& f) {
+cudaError_t dispatch_split(const KernelBackwardParams& params, F&& f) {
   int device = 0;
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
@@ -360,93 +335,108 @@ cudaError_t dispatch_backward(const KernelBackwardParams& params, F&& f) {
   return dispatch_type(params.x_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     return dispatch_rows<BackwardLadder<scalar_t>, RaggedBackwardLadder<scalar_t>, scalar_t>(
-        params.hidden_size, facts.max_cluster, [&](auto plan) {
-          BackwardLaunch launch{};
-          const cudaError_t error = plan_launch<scalar_t, decltype(plan)>(params, device, facts, launch);
-          return error == cudaSuccess ? f(types, plan, launch) : error;
-        });
+        params.hidden_size, facts.max_cluster,
+        [&](auto plan) { return f(types, plan, split_launch<scalar_t, decltype(plan)>(params, facts.max_cluster)); });
   });
 }
 
-// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
-bool goes_by_segments(const KernelBackwardParams& params) {
-  if (params.segments <= 1) return false;
-  bool fused = false;
-  if (!is_huge_backward(params) && params.segments <= kMaxFusedSegments) {
-    dispatch_backward(params, [&](auto, auto, const BackwardLaunch& launch) {
-      fused = launch.fused;
-      return cudaSuccess;
-    });
+cudaError_t call_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call) {
+  switch (params.x_dtype) {
+    case DType::kFloat16: return backward_fused<__half>(params, stages, call);
+    case DType::kBFloat16: return backward_fused<__nv_bfloat16>(params, stages, call);
+    case DType::kFloat32: return backward_fused<float>(params, stages, call);
+    default: return cudaSuccess;
   }
-  return !fused;
+}
+
+// How many partial sums the fused strategy leaves, before any launch; 0: it is not for this call.
+int fused_partials(const KernelBackwardParams& params, const GradStages& stages) {
+  FusedCall call;
+  return call_fused(params, stages, call) == cudaSuccess ? call.running : 0;
+}
+
+// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
+bool goes_by_segments(const KernelBackwardParams& params, const GradStages& stages) {
+  return params.segments > 1 && (is_huge_backward(params) || fused_partials(params, stages) == 0);
+}
+
+bool wants_columns(const KernelBackwardParams& params) {
+  return params.grad_weight || params.grad_bias || params.grad_gate;
+}
+
+cudaError_t launch_split(const KernelBackwardParams& params, cudaStream_t stream) {
+  return dispatch_split(params, [&](auto types, auto plan, const SplitLaunch& launch) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    using acc_t = acc_type<scalar_t>;
+    using Plan = decltype(plan);
+    const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
+                                 dim3(kSplitThreads<Plan>), stream);
+    const cudaError_t error = cudaLaunchKernelEx(&split.config, norm_backward_split_kernel<scalar_t, Plan>, params,
+                                                 launch, inverse_of<acc_t>(params.hidden_size));
+    if (error != cudaSuccess || launch.partials == 0) return error;
+    return finalize_weight_gradients<acc_t>(params, launch.partials, 2, stream);
+  });
+}
+
+// More rows than a grid has blocks, by the split strategy, columns first.
+cudaError_t launch_many_rows(const KernelBackwardParams& params, cudaStream_t stream) {
+  KernelBackwardParams columns = params;
+  columns.grad_input = nullptr;
+  cudaError_t error = cudaSuccess;
+  if (wants_columns(params)) error = launch_split(columns, stream);
+  for (int64_t first = 0; first < params.rows && error == cudaSuccess; first += kMaxRowsOfLaunch) {
+    KernelBackwardParams rows = part_of(params, first, std::min(kMaxRowsOfLaunch, params.rows - first));
+    rows.grad_weight = rows.grad_bias = nullptr;
+    error = launch_split(rows, stream);
+  }
+  return error;
 }
 
 }  // namespace
 
-cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, cudaStream_t stream) {
-  return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, stream)
-                                           : finalize_weight_gradients<float>(params, partials, stream);
+cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream) {
+  return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, sums, stream)
+                                           : finalize_weight_gradients<float>(params, partials, sums, stream);
 }
 
-int64_t backward_workspace(const KernelBackwardParams& params) {
-  if (goes_by_segments(params)) return backward_workspace(segment_of_rows(params, 0));
+int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages) {
+  const int sums = stages.gate ? 3 : 2;
+  const auto bytes_of = [&](int partials) {
+    return partials * sums * params.hidden_size * dtype_bytes(accumulation_dtype(params.x_dtype));
+  };
+  if (stages.any()) {
+    const int partials = fused_partials(params, stages);
+    return partials == 0 ? kNoKernel : wants_columns(params) ? bytes_of(partials) : 0;
+  }
+  if (goes_by_segments(params, stages)) return backward_workspace(segment_of_rows(params, 0), stages);
   if (is_huge_backward(params)) return backward_huge_workspace(params);
-  int64_t bytes = 0;
-  dispatch_backward(params, [&](auto types, auto, const BackwardLaunch& launch) {
-    using acc_t = acc_type<typename decltype(types)::scalar_t>;
-    bytes = static_cast<int64_t>(launch.partials) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(acc_t));
+  if (const int partials = fused_partials(params, stages)) return wants_columns(params) ? bytes_of(partials) : 0;
+  int partials = 0;
+  dispatch_split(params, [&](auto, auto, const SplitLaunch& launch) {
+    partials = launch.partials;
     return cudaSuccess;
   });
-  return bytes;
+  return bytes_of(partials);
 }
 
-cudaError_t launch_backward(const KernelBackwardParams& params, cudaStream_t stream) {
-  if (goes_by_segments(params)) {
-    for (int segment = 0; segment < params.segments; ++segment) {
-      const cudaError_t launched = launch_backward(segment_of_rows(params, segment), stream);
-      if (launched != cudaSuccess) return launched;
-    }
-    return cudaSuccess;
-  }
-  if (is_huge_backward(params)) return launch_backward_huge(params, stream);
-  if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) {  // the split strategy, columns first
-    KernelBackwardParams columns = params;
-    columns.grad_input = nullptr;
-    cudaError_t error = cudaSuccess;
-    if (params.grad_weight || params.grad_bias) error = launch_backward(columns, stream);
-    for (int64_t first = 0; first < params.rows && error == cudaSuccess; first += kMaxRowsOfLaunch) {
-      KernelBackwardParams rows = part_of(params, first, std::min(kMaxRowsOfLaunch, params.rows - first));
-      rows.grad_weight = rows.grad_bias = nullptr;
-      error = launch_backward(rows, stream);
-    }
-    return error;
-  }
-  return dispatch_backward(params, [&](auto types, auto plan, const BackwardLaunch& launch) {
-    using scalar_t = typename decltype(types)::scalar_t;
-    using acc_t = acc_type<scalar_t>;
-    using Plan = decltype(plan);
-    const acc_t inverse_n = inverse_of<acc_t>(params.hidden_size);
-    if constexpr (sizeof(scalar_t) < 8) {
-      if (launch.fused) {
-        const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
-                                       launch.depth * RowRing<scalar_t, Plan, NotFused>::kStageBytes, launch.cluster,
-                                       stream);
-        const cudaError_t error =
-            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, Plan, NotFused>, params,
-                               inverse_n, launch.depth, NotFused{});
-        if (error != cudaSuccess) return error;
+cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream) {
+  if (!stages.any()) {
+    if (goes_by_segments(params, stages)) {
+      for (int segment = 0; segment < params.segments; ++segment) {
+        const cudaError_t launched = launch_backward(segment_of_rows(params, segment), stages, stream);
+        if (launched != cudaSuccess) return launched;
       }
+      return cudaSuccess;
     }
-    if (!launch.fused) {
-      const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
-                                   dim3(kSplitThreads<Plan>), stream);
-      const cudaError_t error =
-          cudaLaunchKernelEx(&split.config, norm_backward_split_kernel<scalar_t, Plan>, params, launch, inverse_n);
-      if (error != cudaSuccess) return error;
-    }
-    if (launch.partials == 0) return cudaSuccess;
-    return finalize_weight_gradients<acc_t>(params, launch.partials, stream);
-  });
+    if (is_huge_backward(params)) return launch_backward_huge(params, stream);
+    if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) return launch_many_rows(params, stream);
+  }
+  FusedCall call{true, stream};
+  const cudaError_t error = call_fused(params, stages, call);
+  if (error != cudaSuccess) return error;
+  if (call.running == 0) return stages.any() ? cudaErrorNotSupported : launch_split(params, stream);
+  if (!wants_columns(params)) return cudaSuccess;
+  return launch_backward_finalize(params, call.running, stages.gate ? 3 : 2, stream);
 }
 
 }  // namespace fused_layernorm

@@ -177,6 +177,7 @@ struct RowRing {
   }
 
   __device__ unsigned start(int of_slot, int tensor) const { return memory + of_slot * slot_bytes + start_of(tensor); }
+  __device__ int slot_before() const { return slot == 0 ? depth - 1 : slot - 1; }
   __device__ void next_slot() {
     if (++slot == depth) {
       slot = 0;
@@ -401,19 +402,23 @@ struct RowRing {
     }
   }
 
+  // Where grad_residual_out's row lies, and that of what the gate multiplies (which: 1).
+  __device__ unsigned more_entry(int of_slot, int group, int which) const {
+    if constexpr (!kBulk) return start(of_slot, 2 + which) + group * pitch_of(2 + which);
+    return load_shared_element<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kRows + group));
+  }
   // The `group`-th row of slot `of_slot`, row `row` of all.
   __device__ Entry entry(const KernelBackwardParams& params, int of_slot, int row, int group) const {
+    unsigned residual = 0, gated = 0;
+    if constexpr (Work::kAlwaysAdds) residual = more_entry(of_slot, group, 0);
+    if constexpr (Work::kHasGate) gated = more_entry(of_slot, group, 1);
     if constexpr (kBulk) {
       const uint4 found = load_shared(entries() + 16 * (of_slot * kRows + group));
-      unsigned residual = 0, gated = 0;
-      const unsigned at = more_entries() + 4 * (of_slot * kRows + group);
-      if constexpr (Work::kMayAdd) residual = load_shared_element<unsigned>(at);
-      if constexpr (Work::kHasGate) gated = load_shared_element<unsigned>(at + 4 * kMaxDepth * kRows);
       return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual, gated};
     }
     const auto at = [&](int tensor) { return start(of_slot, tensor) + group * pitch_of(tensor); };
     const auto stats = load_stats<scalar_t>(params, row);
-    return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), at(2), at(3)};
+    return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), residual, gated};
   }
   __device__ RowStats<scalar_t> stats(const KernelBackwardParams& params, const Entry& entry, int of_slot, int row,
                                       int group) const {
