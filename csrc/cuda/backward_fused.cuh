@@ -383,6 +383,10 @@ struct FusedRows {
                                         GradOf grad_vec, [[maybe_unused]] SkipOf skip_vec,
                                         [[maybe_unused]] GatedOf gated_vec) {
     const GradStages& stages = arguments.stages;
+    // An epilogue leaves no registers for a second pointer between rows
+    if constexpr (kAdds && kHasEpilogue)
+      grad_residual =
+          static_cast<scalar_t*>(stages.grad_residual) + (grad_input - static_cast<grad_t*>(params.grad_input));
     const Pair<acc_t> terms = row_terms(stats, sums);
     [[maybe_unused]] const acc_t wdy_factor = kHasEpilogue ? mul(stats.rstd, arguments.wdy_factor) : acc_t(1);
     [[maybe_unused]] const auto dropout = [&] {
@@ -430,7 +434,7 @@ struct FusedRows {
     // At most what all blocks hold: 32 bits
     const unsigned step = static_cast<unsigned>(slice.row_step) * static_cast<unsigned>(params.hidden_size);
     grad_input += step;
-    if constexpr (kAdds) grad_residual += step;
+    if constexpr (kAdds && !kHasEpilogue) grad_residual += step;
   }
 
   // The same, where with an epilogue a load stage is known at run time.
@@ -573,9 +577,7 @@ struct FusedRows {
     const int row = slice.first_row + threads.group;
     const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + threads.rank * kVec;
     grad_input = static_cast<grad_t*>(params.grad_input) + own;
-    if constexpr (Work::kMayAdd) {
-      grad_residual = static_cast<scalar_t*>(arguments.stages.grad_residual) + own;
-    }
+    if constexpr (Work::kAlwaysAdds) grad_residual = static_cast<scalar_t*>(arguments.stages.grad_residual) + own;
     if constexpr (Plan::kOneBehind) {
       walk_rows_one_behind(exchange);
     } else {
@@ -825,6 +827,7 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
     tensors = Chosen::kHasEpilogue && !stages.has_load_stage ? 2 : Chosen::kTensors;
     slot_bytes = RowRing<scalar_t, Plan, Chosen>::slot_bytes_of(tensors);
   });
+  if (slot_bytes == 0) return cudaSuccess;  // the plan has no such path
   const int ring_kind = tensors - 2 + (stages.grad_output_dtype == params.x_dtype ? 0 : 3);
   Residence residence;
   error = residence_of<scalar_t, Plan, family>(device, facts, cluster, slot_bytes, ring_kind, residence);

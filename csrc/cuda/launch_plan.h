@@ -391,7 +391,13 @@ struct AddGradLadder {
                       BackwardPlan<128, 4, 8, 2, 1, 16>>;
 };
 template <>
-struct AddGradLadder<float> : BackwardLadder<float> {};
+struct AddGradLadder<float> {
+  using type =
+      Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
+             BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
+             BackwardPlan<256, 4, 4, 1, 1, 16>>;
+};
 
 // With an activation or dropout after the norm, whose gradient is work: 16 elements a thread, and as many warps as that
 // leaves registers for and rows fill, 12 to 15 of them beside the one that fetches. H200, bf16, x of 256 MiB, us, relu

@@ -458,21 +458,6 @@ struct RowRing {
   }
 };
 
-// The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that do not exist.
-template <int kSums, typename T>
-__device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
-  using Lanes = RowThreads<32, 1>;
-  constexpr int kLanes = kSums < 32 ? kSums : 32;
-  Pair<T> sum = shared[threadIdx.x % kLanes];
-#pragma unroll
-  for (int index = kLanes; index < kSums; index += kLanes) {
-    const Pair<T> here = shared[index + threadIdx.x % kLanes];
-    sum.first += here.first;
-    sum.second += here.second;
-  }
-  return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
-}
-
 // The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
 // for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
 // can share row j only when all have shared row j - 2, and so have collected row j - 4.
