@@ -166,17 +166,6 @@ cudaError_t dispatch_type(DType x, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// The types of x, and of residual and z, that kernels have stages for.
-template <typename F>
-cudaError_t dispatch_add_types(DType x, DType z, F&& f) {
-  if (x == DType::kFloat16 && z == DType::kFloat16) return f(Types<__half, __half>{});
-  if (x == DType::kFloat16 && z == DType::kFloat32) return f(Types<__half, float>{});
-  if (x == DType::kBFloat16 && z == DType::kBFloat16) return f(Types<__nv_bfloat16, __nv_bfloat16>{});
-  if (x == DType::kBFloat16 && z == DType::kFloat32) return f(Types<__nv_bfloat16, float>{});
-  if (x == DType::kFloat32 && z == DType::kFloat32) return f(Types<float, float>{});
-  return cudaErrorNotSupported;
-}
-
 // Calls f(Plan{}) for the first plan of the ladder that holds the row at once, in clusters of up to max_cluster where
 // the plan has them, or for the last, which takes several turns. A function of hidden_size, dtype and card alone, so
 // that a row's result never depends on where it lies or on the rows beside it.

@@ -226,9 +226,21 @@ template <typename scalar_t, typename weight_t, typename Plan, bool kEager, type
 constexpr bool kInTurns =
     !kEager && !kIsFused<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kTakesTurns<scalar_t, Plan>;
 
+// A block's shared memory, the same for every dtype of weight.
+template <typename scalar_t, typename Plan>
+struct ForwardShared {
+  static constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+  static constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
+  uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
+  Moments<acc_type<scalar_t>> scratch[kRows * RowThreads<Plan::kThreads, kRows, true>::kWarps];
+  Moments<acc_type<scalar_t>> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
+  uint64_t stage_barriers[kStaged ? kRows : 1];
+};
+
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
-                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row) {
+                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
+                                            ForwardShared<scalar_t, Plan>& shared) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -236,10 +248,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
   constexpr bool kWhole = kIsWhole<scalar_t, Plan>;
   using Row = RowThreads<kThreads, kRows, true>;
-  __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
-  __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
-  __shared__ uint64_t stage_barriers[kStaged ? kRows : 1];
-  __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
+  auto& scratch = shared.scratch;
+  auto& cluster_scratch = shared.cluster_scratch;
 
   constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
   // Threads side by side, of the row or of one warp, which then has a slice of it
@@ -275,12 +285,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   asm volatile("" : "+l"(weight), "+l"(bias));
   // weight_offset is added to every weight where memory leaves time for it, which it does not at 64 columns of 16 bits
   // (H200: 5% slower, by this and by the order of loads)
-  constexpr bool kIsTiny = kWhole && kThreads == 2;
+  constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
   constexpr bool kAddsOffset = kWhole && !kHasAfter<Fused> && !kIsTiny;
   // Loads that are not of constant memory stay behind the stores before them (load_parameter); said anew for them. Of
   // rows in turns those by four vectors would spill otherwise.
   constexpr bool kOrdered =
-      kHasAfter<Fused> || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
+      kHasAfter<Fused> || (!kIsFused<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t)) || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
   if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
   if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
@@ -309,7 +319,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   // Load; what lies beyond the row is not looked at
   RawVec<scalar_t, kVec> raw[kVecs];
   Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
-      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
+      shared.stages[kStaged ? Row::group() : 0], &shared.stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kAdds<Fused>) {
       const int col = slice_col + own;
@@ -517,7 +527,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   }
 }
 
-// Fused: NotFused, or an Add or After, with which weight may also be fp32 whatever weight_t.
+// Fused: NotFused, or an Add or After. Weight is of weight_t, or fp32 whatever weight_t: with Fused a question of the
+// store loop, else a path of its own, so that the other is as if there were none.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
@@ -527,23 +538,37 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
+  __shared__ ForwardShared<scalar_t, Plan> shared;
+  constexpr bool kMayBeWide = !kIsFused<Fused> && sizeof(weight_t) == 2;
+  const bool is_wide = kMayBeWide && params.weight_dtype == DType::kFloat32;
   if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
-    int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
-    do {
-      if (row >= params.rows) return;
-      forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
-      if (params.turns == 1) return;
-      row += kRows;
-      asm volatile("" : "+l"(row));
-      if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
-    } while (row / kRows % kSegmentTurns<Plan> != 0);
-  } else {
-    const int64_t row =
-        static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
-    // Left, not skipped: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
-    if (row >= params.rows) return;
-    forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
+    if (!is_wide) {
+      int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
+      do {
+        if (row >= params.rows) return;
+        forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, shared);
+        if (params.turns == 1) return;
+        row += kRows;
+        asm volatile("" : "+l"(row));
+        if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
+      } while (row / kRows % kSegmentTurns<Plan> != 0);
+      return;
+    }
   }
+  const int64_t row = static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
+  // Left, not skipped: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
+  if (row >= params.rows) return;
+  if constexpr (kMayBeWide) {
+    if (is_wide) return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, shared);
+  }
+  if constexpr (std::is_same<Fused, Add<float>>::value) {  // x of 16 bits beside fp32 z
+    if (params.x_dtype == DType::kFloat16)
+      return forward_row<float, __half, Plan, kEager>(params, inverse_n, Add<__half>{fused}, row, shared);
+    if (params.x_dtype == DType::kBFloat16)
+      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, Add<__nv_bfloat16>{fused}, row, shared);
+  }
+  if constexpr (!kInTurns<scalar_t, weight_t, Plan, kEager, Fused>)
+    forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, shared);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -553,7 +578,7 @@ template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 int64_t forward_blocks(KernelForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   params.turns = 1;
-  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.segments > kFewSegments<Plan> &&
+  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.weight_dtype == dtype_of<weight_t> && params.segments > kFewSegments<Plan> &&
       params.segments < params.rows && params.rows * Plan::kThreads >= kSegmentTurns<Plan> * kSegmentTurnsThreads)
     params.turns = kSegmentTurns<Plan>;
   const int64_t rows = kRows * params.turns;
@@ -561,13 +586,13 @@ int64_t forward_blocks(KernelForwardParams& params) {
 }
 
 // With an Add or After, by the plans for them.
-template <typename scalar_t, typename x_t, typename Stage>
+template <typename scalar_t, typename Stage>
 cudaError_t launch_fused_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
   using LadderOf = std::conditional_t<kHasAfter<Stage>, AfterLadder<scalar_t>, AddLadder<scalar_t>>;
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
-    const ClusterLaunch launch(forward_blocks<scalar_t, x_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>,
+    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, false, Stage>,
                               ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
                               stage);
   });

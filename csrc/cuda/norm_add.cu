@@ -7,30 +7,21 @@
 #include "launchers.h"
 
 namespace fused_layernorm {
-namespace {
-
-// Calls f(Types<x, z>{}) for the types that a kernel has the stage for; x is also that of a weight that is not fp32.
-template <typename F>
-cudaError_t dispatch_add(const KernelForwardParams& params, const AddStage& stage, F&& f) {
-  const DType x = params.x_dtype, z = stage.residual_out_dtype;
-  if (!has_fused_plan(params, z) || (stage.residual && stage.residual_dtype != z) ||
-      (stage.gate && stage.dropout.philox))
-    return cudaErrorNotSupported;
-  return dispatch_add_types(x, z, f);
-}
-
-}  // namespace
 
 bool has_add_stage(const KernelForwardParams& params, const AddStage& stage) {
-  return dispatch_add(params, stage, [](auto) { return cudaSuccess; }) == cudaSuccess;
+  const DType x = params.x_dtype, z = stage.residual_out_dtype;
+  return has_fused_plan(params, z) && x != DType::kFloat64 && (z == x || z == DType::kFloat32) &&
+         (!stage.residual || stage.residual_dtype == z) && !(stage.gate && stage.dropout.philox);
 }
 
+// x may be of 16 bits beside fp32 z; a weight is of x's type or fp32.
 cudaError_t launch_forward(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream) {
-  return dispatch_add(params, stage, [&](auto types) {
-    using x_t = typename decltype(types)::scalar_t;
-    using scalar_t = typename decltype(types)::weight_t;
-    return launch_fused_forward<scalar_t, x_t>(params, Add<x_t>{stage}, stream);
-  });
+  if (!has_add_stage(params, stage)) return cudaErrorNotSupported;
+  switch (stage.residual_out_dtype) {
+    case DType::kFloat16: return launch_fused_forward<__half>(params, Add<__half>{stage}, stream);
+    case DType::kBFloat16: return launch_fused_forward<__nv_bfloat16>(params, Add<__nv_bfloat16>{stage}, stream);
+    default: return launch_fused_forward<float>(params, Add<float>{stage}, stream);
+  }
 }
 
 }  // namespace fused_layernorm

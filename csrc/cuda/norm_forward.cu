@@ -49,7 +49,7 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;
   }
-  return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
+  return dispatch_type(params.x_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
     const auto launch_plan = [&](auto plan) {
