@@ -1,9 +1,9 @@
 // Backward's strategy "fused": persistent blocks walk over rows. norm_backward.cu has the formulas; row_ring.cuh moves
 // the data.
 //
-// A kernel is a type, a plan and a family: what it has registers for. Everything else is known at run time. A call takes
-// one of the kernel's paths, straight-line code chosen once a block: a branch a vector held up the warp for each of them
-// (H200, backward in clusters, bf16: N = 8192 0.84 instead of 0.91 of the pass).
+// A kernel is a type, a plan and a family: what it has registers for. Everything else is known at run time. A call
+// takes one of the kernel's paths, straight-line code chosen once a block: a branch a vector held up the warp for each
+// of them (H200, backward in clusters, bf16: N = 8192 0.84 instead of 0.91 of the pass).
 #pragma once
 
 #include "activation.cuh"
@@ -32,13 +32,12 @@ constexpr bool holds(Ladder<Plans...>) {
 template <typename scalar_t, typename Plan>
 constexpr bool kIsRagged = Plan::kVec * sizeof(scalar_t) < 16;
 template <typename scalar_t, typename Plan>
-constexpr bool kTakesPlain =
-    kIsRagged<scalar_t, Plan> || holds<Plan>(typename BackwardLadder<scalar_t>::type{});
+constexpr bool kTakesPlain = kIsRagged<scalar_t, Plan> || holds<Plan>(typename BackwardLadder<scalar_t>::type{});
 // From y takes registers for bias, which ragged rows and the longest do not leave.
 constexpr int64_t kFromYColumns = 65536;
 template <typename scalar_t, typename Plan>
-constexpr bool kTakesFromY = kTakesPlain<scalar_t, Plan> && !kIsRagged<scalar_t, Plan> &&
-                             Plan::kThreads * Plan::kVecs * Plan::kVec <= 4096;
+constexpr bool kTakesFromY =
+    kTakesPlain<scalar_t, Plan> && !kIsRagged<scalar_t, Plan> && Plan::kThreads * Plan::kVecs * Plan::kVec <= 4096;
 template <typename scalar_t, typename Plan>
 constexpr bool kTakesLoad = kIsRagged<scalar_t, Plan> || holds<Plan>(typename AddGradLadder<scalar_t>::type{});
 
@@ -104,8 +103,8 @@ struct ColumnSums {
   acc_type<scalar_t> sums[kSums][Plan::kVecs][Plan::kVec];
 };
 
-// Which threads of a block have which rows and columns. by_warp: `group` is seen to be the same for a whole warp, so that
-// exchanges between lanes need not make sure that all arrive, 15 instructions a row; it takes a register.
+// Which threads of a block have which rows and columns. by_warp: `group` is seen to be the same for a whole warp, so
+// that exchanges between lanes need not make sure that all arrive, 15 instructions a row; it takes a register.
 template <typename scalar_t, typename Plan, bool by_warp = true>
 struct BlockThreads {
   using Row = RowThreads<Plan::kThreads, Plan::kRows>;
@@ -204,10 +203,10 @@ struct FusedRows {
     }
   }
 
-  // Of whole vectors, where the slice has no v-th for this thread, the row's first takes the place of x's, zeros those of
-  // grad_output and weight: no branch is needed, and nothing reaches the sums. (An infinite x, times 0, is nan, but so
-  // is all of its row; an infinite grad_output leaves the sums infinite.) Without the copy engine the row's first vector
-  // is another thread's to wait for.
+  // Of whole vectors, where the slice has no v-th for this thread, the row's first takes the place of x's, zeros those
+  // of grad_output and weight: no branch is needed, and nothing reaches the sums. (An infinite x, times 0, is nan, but
+  // so is all of its row; an infinite grad_output leaves the sums infinite.) Without the copy engine the row's first
+  // vector is another thread's to wait for.
   template <typename T>
   __device__ __forceinline__ RawVec<T, kVec> read_as(unsigned at, int v, bool whole) const {
     if constexpr (kAligned) {
@@ -477,11 +476,11 @@ struct FusedRows {
       };
       if (!keeps_slot) release(ring.slot);
       ring.next_slot();
-      const Pair<acc_t> sums = row_sum<Row>(
-          add_up(
-              stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
-              [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasEpilogue ? v : 0] = pack<acc_t>(wdy); }),
-          scratch[ring.slot]);  // alternates, as calls that follow each other must
+      const Pair<acc_t> sums =
+          row_sum<Row>(add_up(
+                           stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+                           [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasEpilogue ? v : 0] = pack<acc_t>(wdy); }),
+                       scratch[ring.slot]);  // alternates, as calls that follow each other must
       forget(x_raw);
       if constexpr (!kHasEpilogue) forget(grad_raw);
       store_row(
@@ -555,14 +554,13 @@ struct FusedRows {
         ring.wait_full();
         const auto entry = ring.entry(params, ring.slot, row, group);
         const Stats stats = ring.stats(params, entry, ring.slot, row, group);
-        exchange.share(
-            iteration,
-            add_up(
-                stats, row, [&](int v, auto whole) { return read(entry.x, v, whole); },
-                [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
-                [&](int v, const acc_t(&wdy)[kVec]) {
-                  if constexpr (kHasEpilogue) store_words<kThreads * kRows>(kept_at(iteration, v), wdy);
-                }));
+        exchange.share(iteration, add_up(
+                                      stats, row, [&](int v, auto whole) { return read(entry.x, v, whole); },
+                                      [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+                                      [&](int v, const acc_t(&wdy)[kVec]) {
+                                        if constexpr (kHasEpilogue)
+                                          store_words<kThreads * kRows>(kept_at(iteration, v), wdy);
+                                      }));
       }
       if (iteration > 0) finish();
       if (!has_row) break;
@@ -594,12 +592,12 @@ struct FusedRows {
 
 // The rows of this block, or cluster, become one partial sum, [kSums] of hidden_size each: those of a warp by exchange,
 // then by what each leaves in the ring's memory, which all threads add up at once. Row after row, and by elements that
-// neighbouring threads have 32 bytes apart, it took 4 to 12 us (H200, bf16: 2048 x 1024 18.6 us became 11.6, 4096 x 8192
-// 69 61, 32768 x 4096 208 202). Called by all threads when all are done with the ring.
+// neighbouring threads have 32 bytes apart, it took 4 to 12 us (H200, bf16: 2048 x 1024 18.6 us became 11.6, 4096 x
+// 8192 69 61, 32768 x 4096 208 202). Called by all threads when all are done with the ring.
 template <typename scalar_t, typename Plan, Family family>
 __device__ __forceinline__ void write_partial(const KernelBackwardParams& params, const FusedArguments& arguments,
-                                              const Slice& slice,
-                                              ColumnSums<scalar_t, Plan, family>& columns, uint4* ring_memory) {
+                                              const Slice& slice, ColumnSums<scalar_t, Plan, family>& columns,
+                                              uint4* ring_memory) {
   using acc_t = acc_type<scalar_t>;
   using Threads = BlockThreads<scalar_t, Plan>;
   const Threads threads(slice);
@@ -855,7 +853,8 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
       (stages.grad_residual && stages.grad_residual_dtype != params.x_dtype) ||
       (is_narrow && (sizeof(scalar_t) != 4 || dtype_bytes(stages.grad_output_dtype) != 2 || !stages.has_load_stage)) ||
       (has_epilogue && (is_narrow || stages.gate || params.segments > 1)) ||
-      (stages.from_y && params.hidden_size > kFromYColumns) || (stages.gate && stages.dropout.philox) || (is_ragged && (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue)))
+      (stages.from_y && params.hidden_size > kFromYColumns) || (stages.gate && stages.dropout.philox) ||
+      (is_ragged && (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue)))
     return cudaSuccess;
   const auto launch = [&](auto family, auto ladder) {
     int device = 0;
@@ -868,7 +867,8 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
   };
   const std::integral_constant<Family, Family::kLoad> load;
   if (is_ragged) return launch(load, typename RaggedBackwardLadder<scalar_t>::type{});
-  if (stages.gate) return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});
+  if (stages.gate)
+    return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});
   const std::integral_constant<Family, Family::kEpilogue> epilogue;
   if (stages.epilogue.dropout.philox) return launch(epilogue, typename DropGradLadder<scalar_t>::type{});
   if (has_epilogue) return launch(epilogue, typename AfterGradLadder<scalar_t>::type{});

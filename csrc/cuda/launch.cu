@@ -505,8 +505,7 @@ void backward_of_z(BackwardCall call, Sequence& run) {
   call.norm.workspace = run.take(backward_workspace(call.norm, none));
   run.launch([&](cudaStream_t stream) { return launch_backward(call.norm, none, stream); });
   const auto is_done = [&](const void* result) { return !result || result == call.norm.grad_input; };
-  if (!call.norm.grad_input ||
-      (!skip.data && !load.dropout.philox && is_done(grad_input) && is_done(grad_residual)))
+  if (!call.norm.grad_input || (!skip.data && !load.dropout.philox && is_done(grad_input) && is_done(grad_residual)))
     return;
   const Rows grad_norm{call.norm.grad_input, contiguous(call.norm.rows, call.norm.hidden_size), dtype};
   run.launch([&](cudaStream_t stream) {

@@ -12,16 +12,20 @@ constexpr int64_t kNoKernel = -1;  // a workspace size: no kernel takes this cal
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// norm_forward.cu: the plain norm. With segments, weight of all types that dispatch_types() lists.
+// norm_forward.cu: the plain norm, by every strategy. With segments, weight of all types that dispatch_types() lists.
 int64_t forward_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream);
 
-// norm_add.cu: with a load stage, without workspace.
+// The same with a load stage, without workspace. x may be of 16 bits beside fp32 z; weight is of x's type or fp32.
 bool has_add_stage(const KernelForwardParams& params, const AddStage& stage);
 cudaError_t launch_forward(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream);
 
-// norm_after_*.cu: with an epilogue, without workspace; has_after_stage() says for what. A file for each scalar_t, as
-// these take longer to compile than any other.
+// forward_*.cu and norm_after_*.cu: rows that a group of threads or a cluster holds, of scalar_t; with a load stage, of
+// z's type; with an epilogue, without workspace: has_after_stage() says for what.
+template <typename scalar_t>
+cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream);
+template <typename scalar_t>
+cudaError_t launch_add(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream);
 template <typename scalar_t>
 cudaError_t launch_after(const KernelForwardParams& params, const AfterNorm& after, cudaStream_t stream);
 
@@ -53,9 +57,8 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages);  // or kNoKernel
 cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
 
-// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stages`: without dropout,
-// epilogue and from_y. Beside fp32 x, grad_output, weight, gate and the
-// gate's x may be 16-bit.
+// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stages`: without
+// dropout, epilogue and from_y. Beside fp32 x, grad_output, weight, gate and the gate's x may be 16-bit.
 inline bool has_each_kernel(const KernelBackwardParams& params) {
   return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kHugeBackwardColumns &&
          !params.accumulate;

@@ -36,7 +36,9 @@ struct Work {
   static constexpr bool kAlwaysAdds = path == Path::kLoad || path == Path::kGate;
   static constexpr bool kMayAdd = kAlwaysAdds || kHasEpilogue;  // a load stage; with an epilogue known at run time
   static constexpr bool kNeedsBias = kFromY || kHasEpilogue;
-  static constexpr int kTensors = kHasGate ? 4 : kMayAdd ? 3 : 2;  // at most: x, grad_output, grad_residual_out, gate's x
+  static constexpr int kTensors = kHasGate  ? 4
+                                  : kMayAdd ? 3
+                                            : 2;  // at most: x, grad_output, grad_residual_out, gate's x
 };
 
 // What a fused kernel is passed beside the norm itself.
@@ -294,9 +296,9 @@ struct RowRing {
           const int group = lane / kRowLanes + kRowsAtOnce * share;
           if (group >= count || !requests) continue;
           const unsigned at =
-              first + (dense ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row)) % 128) + group * row_bytes
-                             : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row + group)) % 128) +
-                                   group * pitch);
+              first +
+              (dense ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row)) % 128) + group * row_bytes
+                     : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row + group)) % 128) + group * pitch);
           if constexpr (Work::kMayAdd) {
             if (tensor >= 2) {
               store_shared_element(more_entries() + 4 * ((tensor - 2) * kMaxDepth * kRows + slot * kRows + group), at);
@@ -446,8 +448,8 @@ struct RowRing {
     }
     return raw;
   }
-  // Releases slot `read`: this warp, whose active lanes are `lanes`, has read all it needs of it. `next` is the row that
-  // comes there.
+  // Releases slot `read`: this warp, whose active lanes are `lanes`, has read all it needs of it. `next` is the row
+  // that comes there.
   __device__ void release(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int read,
                           int64_t next, int group, int rank, unsigned lanes) {
     if constexpr (kBulk) {
