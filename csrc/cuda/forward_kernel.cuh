@@ -285,10 +285,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   // (H200: 5% slower, by this and by the order of loads)
   constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
   constexpr bool kAddsOffset = kWhole && !kHasAfter<Fused> && !kIsTiny;
+  // fp32 weights beside 16-bit x, in a kernel with the registers of narrow ones
+  constexpr bool kIsWide = !kIsFused<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
   // Loads that are not of constant memory stay behind the stores before them (load_parameter); said anew for them. Of
   // rows in turns those by four vectors would spill otherwise.
-  constexpr bool kOrdered = kHasAfter<Fused> || (kThreads == 2 && sizeof(weight_t) > sizeof(scalar_t)) ||
-                            (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
+  constexpr bool kOrdered =
+      kHasAfter<Fused> || kIsWide || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
   if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
   if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
@@ -560,7 +562,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
     do {
       if (row >= params.rows) return;
       forward(row);
-      if (params.turns == 1) return;
+      if (params.turns == 1 || params.weight_dtype != dtype_of<weight_t>) return;
       row += kRows;
       asm volatile("" : "+l"(row));
       if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
