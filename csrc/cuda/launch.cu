@@ -4,8 +4,11 @@
 // call is composed here: conversions of what no kernel reads, the load stage and the epilogue as elementwise kernels
 // before and after the plain norm, and their adjoints. The choice follows from dtypes, hidden_size, options and the
 // card, never from the number of rows. Temporaries lie in the workspace.
+#include <mutex>
+
 #include "activation.cuh"
 #include "add_rows.cuh"
+#include "dispatch.cuh"
 #include "elementwise.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
@@ -15,6 +18,20 @@
 
 namespace fused_layernorm {
 namespace {
+
+__global__ void probe_kernel() {}  // to ask which architecture this code was compiled for
+
+cudaError_t ask_device(int device, DeviceFacts& facts) {
+  int major = 0;
+  cudaFuncAttributes code{};
+  cudaError_t error = cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, probe_kernel);
+  if (error == cudaSuccess && code.ptxVersion >= 90) facts.max_cluster = major == 9 || major == 10 ? 16 : 8;
+  return error;
+}
 
 // Rows as they lie in memory; data is nullptr where there are none.
 struct Rows {
@@ -649,6 +666,19 @@ void backward(const NormBackwardParams& params, Sequence& run) {
 }
 
 }  // namespace
+
+cudaError_t device_facts(int& device, DeviceFacts& facts) {
+  constexpr int kDevices = 64;
+  static DeviceFacts known[kDevices];
+  static std::once_flag once[kDevices];
+  static cudaError_t errors[kDevices];
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kDevices) return ask_device(device, facts);
+  std::call_once(once[device], [&] { errors[device] = ask_device(device, known[device]); });
+  facts = known[device];
+  return errors[device];
+}
 
 int64_t norm_forward_workspace_cuda(const NormForwardParams& params) {
   Sequence plan(params);

@@ -108,8 +108,8 @@ template <>
 struct AfterLadder<float> : AddLadder<float> {};
 
 // Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones. Few threads with many elements
-// each, as what a row costs beside its elements is a third; 20 places, so that one element more than a power of two does
-// not need twice the threads.
+// each, as what a row costs beside its elements is a third; 20 places, so that one element more than a power of two
+// does not need twice the threads.
 template <typename scalar_t>
 struct RaggedForwardLadder {
   using type = Ladder<RowPlan<2, 20, 2>, RowPlan<4, 20, 2>, RowPlan<8, 20, 2>, RowPlan<16, 20, 2>, RowPlan<32, 20, 2>,
@@ -144,8 +144,9 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 64;
 template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
-// Asked of the compiler, so that it takes the registers the plan needs and no fewer: 64 a thread, 80 or 128 for 8 vectors
-// a thread, 96 for 7 or 9. At 71 to 80 registers four vectors lost 8%; fp16 makes do with that, as at 64 it spills.
+// Asked of the compiler, so that it takes the registers the plan needs and no fewer: 64 a thread, 80 or 128 for 8
+// vectors a thread, 96 for 7 or 9. At 71 to 80 registers four vectors lost 8%; fp16 makes do with that, as at 64 it
+// spills.
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool drops_y) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
@@ -179,9 +180,9 @@ constexpr bool kMayBeEager =
     kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kVecs <= 7 || Plan::kVecs == 9);
 
 // Where segments of rows have weights of their own, threads take so many rows one after the other if all of an SM's
-// threads have work then: rows next to each other, which find their weight in L1. A block a row, rows next to each other
-// are on different SMs, and each SM reads every segment's weight (128 segments, 1024: 157 us, by four rows 140). Plans of
-// 256 threads by four vectors take one row, as they would spill.
+// threads have work then: rows next to each other, which find their weight in L1. A block a row, rows next to each
+// other are on different SMs, and each SM reads every segment's weight (128 segments, 1024: 157 us, by four rows 140).
+// Plans of 256 threads by four vectors take one row, as they would spill.
 template <typename Plan>
 constexpr int kSegmentTurns = Plan::kVecs == 4 ? 4 : 2;
 template <typename Plan>
@@ -266,8 +267,8 @@ constexpr int kPaceLooks = 32;
 constexpr unsigned kPaceNanoseconds = 100;
 constexpr unsigned kPaceNever = 1u << 30;  // turns that a block gives itself when it goes on unpaced
 
-// One ladder for both strategies, so that grad_input is the same bits whichever runs. Rows and blocks as measured at the
-// size of each plan; neighbours lost 2 to 10%.
+// One ladder for both strategies, so that grad_input is the same bits whichever runs. Rows and blocks as measured at
+// the size of each plan; neighbours lost 2 to 10%.
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
@@ -289,8 +290,8 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
-// With a load stage: a fourth and a fifth tensor are work, so more warps, with fewer columns a thread, from 2048 columns
-// on (8192: 274 us by the plans above, 264 by these).
+// With a load stage: a fourth and a fifth tensor are work, so more warps, with fewer columns a thread, from 2048
+// columns on (8192: 274 us by the plans above, 264 by these).
 template <typename scalar_t>
 struct AddGradLadder {
   using type =
@@ -306,9 +307,9 @@ struct AddGradLadder<float> {
                       BackwardPlan<256, 4, 4, 1, 1, 16>>;
 };
 
-// With an epilogue, whose gradient is work: 16 elements a thread, and as many warps as that leaves registers for and rows
-// fill, 12 to 15 of them beside the producer; above 3072 columns 16 warps that take turns as producer, in clusters half
-// as large (4096 to 16384: 2 to 9%).
+// With an epilogue, whose gradient is work: 16 elements a thread, and as many warps as that leaves registers for and
+// rows fill, 12 to 15 of them beside the producer; above 3072 columns 16 warps that take turns as producer, in clusters
+// half as large (4096 to 16384: 2 to 9%).
 template <typename scalar_t>
 struct AfterGradLadder {
   using type =
@@ -442,11 +443,11 @@ template <typename Plan>
 constexpr int kSplitThreads = round_up_to(kSplitRowThreads<Plan>, 256);
 
 // As for forward: 80 registers a thread, 128 where a thread holds more than two vectors of x and grad_output.
-template <typename Plan>
-constexpr int kSplitBlocksPerSm = round_up_to((Plan::kVecs > 8   ? 256
-                                               : Plan::kVecs > 2 ? 512
-                                                                 : 768) /
-                                                  kSplitThreads<Plan>,
+template <int vecs, int block>
+constexpr int kSplitBlocksPerSm = round_up_to((vecs > 8   ? 256
+                                               : vecs > 2 ? 512
+                                                          : 768) /
+                                                  block,
                                               1);
 
 // Columns of a block in the split strategy: 8 lanes of 16 bytes are one 128-byte line; more lanes where rows are few.

@@ -20,8 +20,14 @@
 namespace fused_layernorm {
 namespace {
 
-// A launch of the split strategy, decided once: workspace size, grid and kernel arguments all follow from it.
+// A launch of the split strategy, decided once: workspace size, grid and kernel arguments all follow from it. The
+// plan's numbers of threads are values, so that plans of as many vectors a thread share a kernel.
 struct SplitLaunch {
+  int threads;         // of a slice of a row: the plan's
+  int row_threads;     // of a row
+  int inverse_of_row;  // for split_quotient()
+  int inverse_of_slice;
+  int rows;            // of a block
   int cluster;         // slices of a row, in one block: as many as blocks of the fused strategy's cluster
   int slice;           // columns of a slice
   int64_t row_blocks;  // blocks of rows
@@ -54,22 +60,82 @@ __device__ __forceinline__ void unpack_weight(acc_t (&weight)[kVec], const Raw& 
   }
 }
 
+// thread / threads for threads of a block, up to 512 of both: a true division is 20 instructions.
+constexpr int split_inverse(int threads) { return ((1 << 20) + threads - 1) / threads; }
+__device__ __forceinline__ int split_quotient(int thread, int inverse) {
+  return static_cast<int>(static_cast<unsigned>(thread) * static_cast<unsigned>(inverse) >> 20);
+}
+
+// row_sum() of reduce.cuh, of a number of threads known at run time, with the same bits: those of `warps` warps. Called
+// by all threads of the `group`-th row of a block.
+template <typename T>
+__device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch, const SplitLaunch& launch, int rank,
+                                                 int group) {
+  if (launch.row_threads == 32) return row_sum<RowThreads<32, 1>>(value, scratch);
+  if (launch.row_threads == 16) return row_sum<RowThreads<16, 1>>(value, scratch);
+  if (launch.row_threads == 8) return row_sum<RowThreads<8, 1>>(value, scratch);
+  const int warps = launch.row_threads / 32, lane = threadIdx.x % 32;
+  scratch += group * warps;
+  const T half = lanes_half_sum<RowThreads<32, 1>, 32>(value);
+  if (lane % 16 == 0) reinterpret_cast<T*>(scratch + rank / 32)[lane / 16] = half;
+  // Numbers of barriers are constants (RowThreads::barrier)
+  if (launch.rows == 1) {
+    __syncthreads();
+  } else if (group == 0) {
+    asm volatile("bar.sync 1, %0;" ::"r"(launch.row_threads) : "memory");
+  } else if (group == 1) {
+    asm volatile("bar.sync 2, %0;" ::"r"(launch.row_threads) : "memory");
+  } else if (group == 2) {
+    asm volatile("bar.sync 3, %0;" ::"r"(launch.row_threads) : "memory");
+  } else {
+    asm volatile("bar.sync 4, %0;" ::"r"(launch.row_threads) : "memory");
+  }
+  if (launch.row_threads > launch.threads) {  // as a cluster adds them up
+    using Lanes = RowThreads<32, 1>;
+    const Pair<T> sum = lane % 16 < warps ? scratch[lane % 16] : Pair<T>{0, 0};
+    return {Lanes::lanes_sum<16>(sum.first), Lanes::lanes_sum<16>(sum.second)};
+  }
+  constexpr int kStrands = 4;  // as sum_of_warps()
+  Pair<T> sums[kStrands] = {};
+#pragma unroll
+  for (int strand = 0; strand < kStrands; ++strand)
+    if (strand < warps) sums[strand] = scratch[strand];
+#pragma unroll 1
+  for (int warp = kStrands; warp < warps; warp += kStrands) {
+#pragma unroll
+    for (int strand = 0; strand < kStrands; ++strand) {
+      if (warp + strand >= warps) continue;
+      const Pair<T> here = scratch[warp + strand];
+      sums[strand] = {sums[strand].first + here.first, sums[strand].second + here.second};
+    }
+  }
+#pragma unroll
+  for (int strand = 1; strand < kStrands; ++strand) {
+    if (strand >= warps) continue;
+    sums[0].first += sums[strand].first;
+    sums[0].second += sums[strand].second;
+  }
+  return sums[0];
+}
+
 // grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
-// the row in a cluster of blocks, as many times the threads do what these would.
-template <typename scalar_t, typename Plan>
+// the row in a cluster of blocks, as many times the threads do what these would. `rank`: the thread's among those of
+// the row, the block's `group`-th.
+template <typename scalar_t, int kVecs, int kVec>
 __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
                                                 const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
-                                                Pair<acc_type<scalar_t>>* scratch) {
+                                                Pair<acc_type<scalar_t>>* scratch, int rank, int group) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
-  using Row = RowThreads<kSplitRowThreads<Plan>, kSplitThreads<Plan> / kSplitRowThreads<Plan>>;
-  const int64_t first_col = Row::rank() / kThreads * launch.slice;
+  const int step = launch.threads * kVec, tile_columns = step * kVecs;
+  const int of_slice = launch.row_threads > launch.threads ? split_quotient(rank, launch.inverse_of_slice) : 0;
+  const int64_t first_col = static_cast<int64_t>(of_slice) * launch.slice;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
   const scalar_t* grad_row =
       static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
-  const int own = Row::rank() % kThreads * kVec;
+  const int own = (rank - of_slice * launch.threads) * kVec;
   const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be 0 or less
-  const int last_tile = launch.cluster > 1 ? 0 : (elements - 1) / kTile * kTile;
+  const int last_tile =
+      launch.cluster > 1 || elements <= tile_columns ? 0 : (elements - 1) / tile_columns * tile_columns;
   const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
 
   // weight, too, on its way with the first loads, where there are registers for it: of x's type, or fp32 beside 16-bit
@@ -82,7 +148,7 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   const auto load = [&](int tile) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * kThreads * kVec + own;
+      const int col = tile + v * step + own;
       x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, elements - col);
       grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, elements - col);
       if (is_wide) {
@@ -113,11 +179,11 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   Pair<acc_t> sums{0, 0};
   acc_t x[kVec], grad[kVec], weight[kVec];
 #pragma unroll 1
-  for (int tile = 0; tile <= last_tile; tile += kTile) {
+  for (int tile = 0; tile <= last_tile; tile += tile_columns) {
     load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * kThreads * kVec + own;
+      const int col = tile + v * step + own;
       if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
@@ -125,26 +191,18 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
       add_to_row(sums, stats, x, grad, weight);
     }
   }
-  if constexpr (Row::kThreadsOfRow > kThreads) {
-    scratch += Row::group() * Row::kWarps;
-    const acc_t half = lanes_half_sum<Row, 32>(sums);
-    if (threadIdx.x % 16 == 0) reinterpret_cast<acc_t*>(scratch + Row::warp())[threadIdx.x % 32 / 16] = half;
-    Row::barrier();
-    sums = sum_of_cluster<Row::kWarps>(scratch);
-  } else {
-    sums = row_sum<Row>(sums, scratch);
-  }
+  sums = split_row_sum(sums, scratch, launch, rank, group);
   const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 
   forget(x_raw);
   forget(grad_raw);
   scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
+  for (int tile = last_tile; tile >= 0; tile -= tile_columns) {  // backwards: the last tile is still in registers
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * kThreads * kVec + own;
+      const int col = tile + v * step + own;
       if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
@@ -224,28 +282,27 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
   }
 }
 
-template <typename scalar_t, typename Plan>
-__global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
-    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params, const SplitLaunch launch,
-                               acc_type<scalar_t> inverse_n) {
+template <typename scalar_t, int kVecs, int kVec, int kBlock>
+__global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
+    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params,
+                               const __grid_constant__ SplitLaunch launch, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kBlock = kSplitThreads<Plan>;
-  constexpr int kRows = kBlock / kSplitRowThreads<Plan>;
-  using Row = RowThreads<kSplitRowThreads<Plan>, kRows>;
   __shared__ union {
-    Pair<acc_t> rows[kRows * Row::kWarps];
-    acc_t columns[2 * kBlock * Plan::kVec];
+    Pair<acc_t> rows[kBlock / 32];
+    acc_t columns[2 * kBlock * kVec];
   } scratch;
   wait_for_previous_kernel();
 
   // Columns first: they take longest, and rows fill the gaps they leave
   const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
   if (block < 0) {
-    backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, launch, scratch.columns);
+    backward_of_columns<scalar_t, kVec, kBlock>(params, launch, scratch.columns);
   } else {
-    const int64_t row = block * kRows + Row::group();
-    if (Row::group() >= kRows || row >= params.rows) return;  // 96 threads a row leave some without one
-    backward_of_row<scalar_t, Plan>(params, row, launch, inverse_n, scratch.rows);
+    const int group = split_quotient(static_cast<int>(threadIdx.x), launch.inverse_of_row);
+    const int rank = static_cast<int>(threadIdx.x) - group * launch.row_threads;
+    const int64_t row = block * launch.rows + group;
+    if (group >= launch.rows || row >= params.rows) return;  // 96 threads a row leave some without one
+    backward_of_row<scalar_t, kVecs, kVec>(params, row, launch, inverse_n, scratch.rows, rank, group);
   }
 }
 
@@ -304,10 +361,15 @@ template <typename scalar_t, typename Plan>
 SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
   SplitLaunch launch{};
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
+  launch.threads = Plan::kThreads;
+  launch.row_threads = kSplitRowThreads<Plan>;
+  launch.inverse_of_row = split_inverse(launch.row_threads);
+  launch.inverse_of_slice = split_inverse(launch.threads);
+  launch.rows = kSplitThreads<Plan> / launch.row_threads;
+  static_assert(kSplitRowThreads<Plan> <= 32 || kSplitThreads<Plan> / kSplitRowThreads<Plan> <= 4, "split_row_sum()");
   launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, max_cluster) : 1;
   launch.slice = static_cast<int>((vec_count + launch.cluster - 1) / launch.cluster * Plan::kVec);
-  if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
+  if (params.grad_input) launch.row_blocks = (params.rows + launch.rows - 1) / launch.rows;
   if (params.grad_weight || params.grad_bias) {
     launch.column_lanes = kSplitThreads<Plan>;
     while (launch.column_lanes > kColumnLanes<Plan::kVec> && kSplitThreads<Plan> / launch.column_lanes < params.rows)
@@ -371,8 +433,9 @@ cudaError_t launch_split(const KernelBackwardParams& params, cudaStream_t stream
     using Plan = decltype(plan);
     const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
                                  dim3(kSplitThreads<Plan>), stream);
-    const cudaError_t error = cudaLaunchKernelEx(&split.config, norm_backward_split_kernel<scalar_t, Plan>, params,
-                                                 launch, inverse_of<acc_t>(params.hidden_size));
+    const auto kernel = norm_backward_split_kernel<scalar_t, Plan::kVecs, Plan::kVec, kSplitThreads<Plan>>;
+    const cudaError_t error =
+        cudaLaunchKernelEx(&split.config, kernel, params, launch, inverse_of<acc_t>(params.hidden_size));
     if (error != cudaSuccess || launch.partials == 0) return error;
     return finalize_weight_gradients<acc_t>(params, launch.partials, 2, stream);
   });
