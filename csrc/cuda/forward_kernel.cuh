@@ -527,8 +527,30 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   }
 }
 
-// Fused: NotFused, or an Add or After. Weight is of weight_t, or fp32 whatever weight_t: with Fused a question of the
-// store loop, else a path of its own, so that the other is as if there were none.
+// forward_row() of the dtypes that are known at run time: of fp32 weights beside 16-bit x, and of 16-bit x beside fp32
+// z. With Fused, weight's is a question of the store loop.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+__device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, kEager, Fused>& params,
+                                                     acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
+                                                     StageMemory<scalar_t, Plan>& staged) {
+  if constexpr (!kIsFused<Fused> && sizeof(weight_t) == 2) {
+    if (params.weight_dtype == DType::kFloat32) {
+      // Nothing of the row from before the branch is kept beside what follows from it: ragged rows would spill
+      if constexpr (!kIsWhole<scalar_t, Plan>) asm volatile("" : "+l"(row));
+      return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, staged);
+    }
+  }
+  if constexpr (std::is_same<Fused, Add<float>>::value) {
+    if (params.x_dtype == DType::kFloat16)
+      return forward_row<float, __half, Plan, kEager>(params, inverse_n, Add<__half>{fused}, row, staged);
+    if (params.x_dtype == DType::kBFloat16)
+      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, Add<__nv_bfloat16>{fused}, row, staged);
+  }
+  forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+}
+
+// Fused: NotFused, or an Add or After. Weight is of weight_t, or fp32 whatever weight_t. Types that are known at run
+// time have paths of their own, so that each is as if there were no other.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
@@ -539,30 +561,12 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
   __shared__ StageMemory<scalar_t, Plan> staged;
-  constexpr bool kMayBeWide = !kIsFused<Fused> && sizeof(weight_t) == 2;
-  const auto forward = [&](int64_t row) {
-    if constexpr (kMayBeWide) {
-      if (params.weight_dtype == DType::kFloat32) {
-        // Nothing of the row from before the branch is kept beside what follows from it: ragged rows would spill
-        if constexpr (!kIsWhole<scalar_t, Plan>) asm volatile("" : "+l"(row));
-        return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, staged);
-      }
-    }
-    if constexpr (std::is_same<Fused, Add<float>>::value) {  // x of 16 bits beside fp32 z
-      if (params.x_dtype == DType::kFloat16)
-        return forward_row<float, __half, Plan, kEager>(params, inverse_n, Add<__half>{fused}, row, staged);
-      if (params.x_dtype == DType::kBFloat16)
-        return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, Add<__nv_bfloat16>{fused}, row,
-                                                               staged);
-    }
-    forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
-  };
   if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
     int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
     do {
       if (row >= params.rows) return;
-      forward(row);
-      if (params.turns == 1 || params.weight_dtype != dtype_of<weight_t>) return;
+      forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+      if (params.turns == 1 || (sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
       row += kRows;
       asm volatile("" : "+l"(row));
       if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
@@ -572,7 +576,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
     // Left, not skipped: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
     if (row >= params.rows) return;
-    forward(row);
+    forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
   }
 }
 
