@@ -598,7 +598,7 @@ BackwardCall backward_call(const NormBackwardParams& params) {
   stages.grad_residual_dtype = params.grad_residual ? params.residual_dtype : params.z_dtype;
   if (params.drops_x()) stages.dropout = params.dropout;
   stages.epilogue = {params.activation, params.drops_y ? params.dropout : Dropout{}};
-  stages.has_load_stage = params.has_load_stage;
+  stages.has_load_stage = params.has_load_stage || params.gate;
   stages.from_y = params.z_is_y;
   call.z = {params.z, params.z_strides, params.z_dtype};
   call.grad_output = {params.grad_output, params.grad_output_strides, params.grad_output_dtype};
