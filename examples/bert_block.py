@@ -10,6 +10,7 @@ masks, so that the two loss curves must be the same up to rounding.
 import argparse
 import copy
 import statistics
+import sys
 import time
 
 import torch
@@ -82,11 +83,14 @@ def train(model, add_norm, steps, shape, device):
     """Losses, median seconds a step, and peak memory on CUDA (else 0)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
-    losses, seconds = [], []
+    losses, seconds, told = [], [], 1
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(1)
-    for _ in range(steps):
+    for step in range(steps):
+        if sum(seconds) > 5 * told:  # a sign of life, in seconds of work
+            told += 1
+            print(f"  step {step} of {steps}", file=sys.stderr, flush=True)
         ids = torch.randint(VOCABULARY, shape, generator=generator).to(device)
         started = time.perf_counter()
         logits = model(ids, add_norm)[:, 1:].float()
