@@ -244,10 +244,9 @@ void launch_norm_forward_cpu(const NormForwardParams& params) {
   const bool is_of_one_dtype = !params.residual_out || (params.z_dtype == params.x_dtype &&
                                                         (!params.residual || params.residual_dtype == params.x_dtype));
   const DType row_dtype = is_of_one_dtype ? params.x_dtype : acc_dtype;
-  const bool needs[kThreadRows] = {
-      !is_of_one_dtype, false, !is_of_one_dtype,
-      params.y_dtype != acc_dtype && (params.has_epilogue() || params.y_dtype != row_dtype),
-      params.dropout.philox != nullptr};
+  const bool needs[kThreadRows] = {!is_of_one_dtype, false, !is_of_one_dtype,
+                                   params.has_epilogue() && params.y_dtype != acc_dtype,
+                                   params.dropout.philox != nullptr};
   const int64_t segments = segments_of(params), rows_each = params.rows / segments;
   Parameters shared(params, true, true);
   at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
@@ -347,9 +346,9 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
                                is_of_z_dtype(params.grad_residual_out, params.grad_residual_out_dtype) &&
                                is_of_z_dtype(params.gate, params.x_dtype);
   const DType row_dtype = is_of_one_dtype ? params.z_dtype : acc_dtype;
-  const bool is_rounded = params.gate || params.drops_x() || params.grad_residual || params.x_dtype != row_dtype;
   const bool needs[kThreadRows] = {!is_of_one_dtype, !is_of_one_dtype, !is_of_one_dtype,
-                                   params.wants_rows() && is_rounded, params.dropout.philox != nullptr};
+                                   params.gate || params.drops_x() || params.grad_residual,
+                                   params.dropout.philox != nullptr};
   // Only these read the weight, and the bias
   const bool needs_bias = params.has_epilogue() || params.z_is_y, needs_weight = params.wants_rows() || needs_bias;
   Parameters shared(params, needs_weight, needs_bias);

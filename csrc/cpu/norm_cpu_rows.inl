@@ -334,14 +334,14 @@ FLN_INLINE Vec<acc_t> dropped_out(Vec<acc_t> value, Vec<acc_t> scales) {
   return scales == acc_t(0) ? scales : value * scales;
 }
 
-template <class row_t>
+template <class x_t, class row_t>
 struct LoadStageSweep {
   using acc_t = AccOf<row_t>;
-  const row_t* x;
+  const x_t* x;
   const row_t* residual;  // or null
   const acc_t* gate;      // or null: 1
   const acc_t* scales;    // or null: no dropout
-  row_t* z;               // may be x
+  row_t* z;
 
   FLN_INLINE void step(int count, int64_t col, int) {
     Vec<acc_t> value = load<acc_t>(x + col, count);
@@ -605,15 +605,24 @@ const row_t* load_stage(const NormForwardParams& params, const ParameterRows& pa
   void* const stored = row_at(params.residual_out, params.z_dtype, row * n);
   const bool is_stored_as_it_is = params.z_dtype == kDTypeOf<row_t>;
   row_t* const z = is_stored_as_it_is ? static_cast<row_t*>(stored) : own_row<row_t>(memory, kZ);
-  LoadStageSweep<row_t> sweep{
-      widened(row_at(params.x, params.x_dtype, params.x_strides.offset(row)), params.x_dtype, n,
-              own_row<row_t>(memory, kZ)),
+  const row_t* residual =
       params.residual ? widened(row_at(params.residual, params.residual_dtype, params.residual_strides.offset(row)),
                                 params.residual_dtype, n, own_row<row_t>(memory, kResidual))
-                      : nullptr,
-      params.gate ? static_cast<const acc_t*>(parameters.gate) : nullptr,
-      params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr, z};
-  sweep_columns<acc_t>(sweep, 0, n);
+                      : nullptr;
+  const acc_t* gate = params.gate ? static_cast<const acc_t*>(parameters.gate) : nullptr;
+  const acc_t* scales =
+      params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
+  const void* x = row_at(params.x, params.x_dtype, params.x_strides.offset(row));
+  const auto make_z = [&](auto zero) FLN_INLINE_LAMBDA {
+    using x_t = decltype(zero);
+    LoadStageSweep<x_t, row_t> sweep{static_cast<const x_t*>(x), residual, gate, scales, z};
+    sweep_columns<acc_t>(sweep, 0, n);
+  };
+  if constexpr (std::is_same<row_t, float>::value) {  // x may be narrower
+    for_dtype(params.x_dtype, make_z);
+  } else {
+    make_z(row_t());
+  }
   if constexpr (std::is_same<row_t, acc_t>::value) {
     if (!is_stored_as_it_is) {
       round_to(z, n, stored, params.z_dtype);
@@ -655,20 +664,18 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       sweep_columns<acc_t>(sweep, 0, n);
     };
     void* const y = row_at(params.y, params.y_dtype, row * n);
-    if (!params.has_epilogue() && params.y_dtype == kDTypeOf<row_t>) {
-      normalize(static_cast<row_t*>(y));
+    if (!params.has_epilogue()) {
+      for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y)); });
       continue;
     }
     acc_t* const u = params.y_dtype == kDTypeOf<acc_t> ? static_cast<acc_t*>(y) : own_row<acc_t>(memory, kU);
     normalize(u);
-    if (params.has_epilogue()) {
-      const acc_t* scales =
-          params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
-      for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
-        EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
-        sweep_columns<acc_t>(sweep, 0, n);
-      });
-    }
+    const acc_t* scales =
+        params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
+    for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
+      EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
+      sweep_columns<acc_t>(sweep, 0, n);
+    });
     if (params.y_dtype != kDTypeOf<acc_t>) round_to(u, n, y, params.y_dtype);
   }
 }
@@ -743,14 +750,16 @@ void backward_rows(const NormBackwardParams& params, const ParameterRows& parame
       sweep_columns<acc_t>(sweep, 0, n);
     };
     void* const grad_input = row_at(params.grad_input, params.x_dtype, row * n);
-    if (!transforms && !params.grad_residual && params.x_dtype == kDTypeOf<row_t>) {
-      make_grad_z(static_cast<row_t*>(grad_input));
+    if (!transforms && !params.grad_residual) {
+      for_dtype(params.x_dtype,
+                [&](auto zero) FLN_INLINE_LAMBDA { make_grad_z(static_cast<decltype(zero)*>(grad_input)); });
       continue;
     }
-    acc_t* const grad_z = own_row<acc_t>(memory, kU);
+    void* const grad_residual = row_at(params.grad_residual, params.residual_dtype, row * n);
+    const bool is_grad_residual = grad_residual && !transforms && params.residual_dtype == kDTypeOf<acc_t>;
+    acc_t* const grad_z = is_grad_residual ? static_cast<acc_t*>(grad_residual) : own_row<acc_t>(memory, kU);
     make_grad_z(grad_z);
-    if (params.grad_residual)
-      round_to(grad_z, n, row_at(params.grad_residual, params.residual_dtype, row * n), params.residual_dtype);
+    if (grad_residual && !is_grad_residual) round_to(grad_z, n, grad_residual, params.residual_dtype);
     if (transforms) {
       const row_t* x = partial.gate ? rows_of(params.x, params.x_strides, params.x_dtype, kResidual) : nullptr;
       LoadStageGradSweep<row_t> sweep{
