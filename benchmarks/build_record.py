@@ -1,5 +1,5 @@
 """Runs the command that builds the extension and records what it costs: `build_record.py FOLDER COMMAND...` writes
-FOLDER/build.json. `benchmarks/record.sh` calls it; the budgets are in CONTRIBUTING.md.
+FOLDER/build.json. `benchmarks/record.sh` calls it.
 
     kernels           entry points of the device code (null: no cuobjdump here, or no CUDA)
     extension_bytes   size of the extension

@@ -10,8 +10,8 @@
 //   c1 = sum(x_hat*wdy)/N    c2 = is_rms_norm ? 0 : sum(wdy)/N        (c1 = c2 = 0 without stats_grad)
 //   grad_z = (wdy - x_hat*c1 - c2)*rstd + grad_residual_out
 //   grad_residual = grad_z     grad_input = keep * dropout_scale * gate * grad_z
-//   grad_gate = sum(keep * dropout_scale * x * grad_z)     grad_weight = sum(grad_u * x_hat)     grad_bias =
-//   sum(grad_u) each sum over the rows that share the parameter
+//   grad_gate = sum(keep * dropout_scale * x * grad_z)     over the rows that share the gate, likewise:
+//   grad_weight = sum(grad_u * x_hat)     grad_bias = sum(grad_u)
 #pragma once
 
 #include <cstdint>

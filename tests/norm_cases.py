@@ -675,13 +675,20 @@ def judge(case, inputs, found, wants):
         else:
             matters = torch.full_like(good, bool(promised.all()) and parameters_finite)
         wrong = matters & ~good
-        if wrong.any():
-            at = int((error / limit.clamp_min(1e-300)).nan_to_num(math.inf).where(wrong, 0.0).argmax())
-            raise AssertionError(
-                f"{name}: {int(wrong.sum())} of {good.numel()} wrong; the worst, at {at}: "
-                f"{result.reshape(-1)[at].item()!r}, wanted {truth.reshape(-1)[at].item()!r} "
-                f"+- {limit.reshape(-1)[at].item():.3g}, torch {torchs[name].reshape(-1)[at].item()!r}"
-            )
+        assert_none_wrong(name, wrong, result, truth, error, limit, torchs[name])
+
+
+def assert_none_wrong(name, wrong, result, truth, error, limit, torchs=None):
+    """Where elements are wrong, name the worst."""
+    if not wrong.any():
+        return
+    at = int((error / limit.clamp_min(1e-300)).nan_to_num(math.inf).where(wrong, 0.0).argmax())
+    beside = "" if torchs is None else f", torch {torchs.reshape(-1)[at].item()!r}"
+    raise AssertionError(
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong; the worst, at {at}: "
+        f"{result.reshape(-1)[at].item()!r}, wanted {truth.reshape(-1)[at].item()!r} "
+        f"+- {limit.reshape(-1)[at].item():.3g}{beside}"
+    )
 
 
 def equal_bits(a, b):
@@ -1104,13 +1111,7 @@ def compare_with_limits(drawn, given, found, expected):
         good = error <= limit  # False where either is NaN
         good |= (truth.abs() + limit >= torch.finfo(dtype).max) & (result.double() == truth.sign() * math.inf)
         wrong = matters & ~good
-        if wrong.any():
-            at = int((error / limit.clamp_min(1e-300)).nan_to_num(math.inf).where(wrong, 0.0).argmax())
-            raise AssertionError(
-                f"{name}: {int(wrong.sum())} of {good.numel()} wrong; the worst, at {at}: "
-                f"{result.reshape(-1)[at].item()!r}, wanted {truth.reshape(-1)[at].item()!r} "
-                f"+- {limit.reshape(-1)[at].item():.3g}"
-            )
+        assert_none_wrong(name, wrong, result, truth, error, limit)
 
 
 def check_fusion(drawn, device):

@@ -140,12 +140,6 @@ const Kernels& kernels() {
 size_t acc_bytes(DType dtype) { return dtype_bytes(accumulation_dtype(dtype)); }
 int is_double(DType dtype) { return dtype == DType::kFloat64; }
 
-template <class T>
-T* advanced(T* data, int64_t elements, DType dtype) {
-  using Byte = typename std::conditional<std::is_const<T>::value, const char, char>::type;
-  return data ? static_cast<Byte*>(data) + elements * dtype_bytes(dtype) : nullptr;
-}
-
 // The rows of a ThreadMemory that are needed.
 class OwnRows {
  public:
@@ -181,7 +175,7 @@ class ParameterRow {
 
   // Takes the segment that begins `elements` behind the tensor's first.
   void take(int64_t elements) {
-    const void* from = advanced(tensor_, elements, dtype_);
+    const void* from = baseline::row_at(tensor_, dtype_, elements);
     row_ = memory_ ? memory_.get() : from;
     if (memory_) kernels().make_parameter[is_double_](from, dtype_, offset_, hidden_size_, memory_.get());
   }
@@ -322,7 +316,7 @@ struct ColumnSums {
   void finish(const NormBackwardParams& params, const void* partial, int64_t chunks, int64_t segment, int64_t begin,
               int64_t end) const {
     kernels().sum_chunks[is_double(params.z_dtype)](partial, chunks, params.hidden_size,
-                                                    advanced(grad, segment * params.hidden_size, dtype), dtype,
+                                                    baseline::row_at(grad, dtype, segment * params.hidden_size), dtype,
                                                     accumulate, begin, end);
   }
 };
@@ -366,9 +360,10 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
               segment * plan.rows_of_segment + (chunk - segment * plan.chunks_of_segment) * plan.rows_per_chunk;
           const int64_t until = least(first + plan.rows_per_chunk, (segment + 1) * plan.rows_of_segment);
           if (own) own->take(segment);
-          char* const of_weight = weight_sums.begin_chunk(plan, chunk, sums.get());
-          char* const of_bias = bias_sums.begin_chunk(plan, chunk, sums.get() + plan.partial_bytes);
-          char* const of_gate = gate_sums.begin_chunk(plan, chunk, sums.get() + 2 * plan.partial_bytes);
+          const auto own_sum = [&](int i) { return sums ? sums.get() + i * plan.partial_bytes : nullptr; };
+          char* const of_weight = weight_sums.begin_chunk(plan, chunk, own_sum(0));
+          char* const of_bias = bias_sums.begin_chunk(plan, chunk, own_sum(1));
+          char* const of_gate = gate_sums.begin_chunk(plan, chunk, own_sum(2));
           kernels().backward_rows[static_cast<int>(row_dtype)](params, (own ? *own : shared).rows(), memory.rows,
                                                                {of_weight, of_bias, of_gate}, first, until);
           if (!is_one_chunk) continue;

@@ -295,5 +295,5 @@ def write_build_info(folder: Path, builds: dict, not_built: str | None) -> None:
     )
 
 
-if __name__ == "__main__":  # `python _toolchain.py 13`: is there a CUDA 13 toolkit? CI asks, before it installs one
+if __name__ == "__main__":  # `python toolchain.py 13`: is there a CUDA 13 toolkit? CI asks, before it installs one
     sys.exit(0 if any(version.split(".")[0] == sys.argv[1] for _, version in find_toolkits()) else 1)
