@@ -3,9 +3,10 @@
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Icsrc -c csrc/cuda/FILE.cu -o build/FILE.o   (each file)
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Icsrc tests/check_kernels.cu build/*.o -o build/check_kernels
-//   build/check_kernels [-v] [TEXT]
+//   build/check_kernels [-v] [--time] [TEXT]
 //
-// TEXT: only cases whose name contains it; -v: one line for each case. Exits with 1 on a failure (one line each, up to
+// TEXT: only cases whose name contains it; -v: one line for each case. --time: no checks, but times as CSV (the end of
+// this file), of the cells whose name contains TEXT. Exits with 1 on a failure (one line each, up to
 // 200) and with 2 on a CUDA error. For the CPU kernels: -DFLN_CHECK_CPU -Xcompiler -fopenmp, and their object.
 //
 // Every case runs forward, then backward from forward's own results, with all memory poisoned by 0xff bytes (NaN), and
@@ -34,7 +35,7 @@ using Values = std::vector<double>;
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kPool = int64_t{3} << 29;
+int64_t kPool = int64_t{3} << 29;
 constexpr int64_t kGuard = 64;
 char* pool = nullptr;
 int64_t used = 0;
@@ -714,6 +715,19 @@ const Feature kFeatures[] = {
      [](Case& c) { c.load = c.has_gate = c.has_residual = c.drops_y = true, c.activation = Activation::kGeluTanh; }},
     {"residual, gelu, no stats",
      [](Case& c) { c.load = c.has_residual = true, c.activation = Activation::kGelu, c.save_stats = false; }},
+    {"dropout of x alone, gelu, residual alone",
+     [](Case& c) {
+       c.load = c.has_residual = c.has_gro = c.wants_residual = c.drops_x = true, c.activation = Activation::kGelu;
+       c.wants_x = c.wants_weight = false;
+     }},
+    {"gate, residual, accumulate, grad_gate alone of the parameters",
+     [](Case& c) {
+       c.load = c.has_gate = c.has_residual = c.has_gro = c.wants_residual = c.accumulate = true;
+       c.wants_weight = c.wants_bias = false;
+     }},
+    {"residual, gelu, no grad_residual_out, groups",
+     [](Case& c) { c.load = c.has_residual = c.wants_residual = true, c.activation = Activation::kGelu, c.layout = kGroups; }},
+    {"from y, padded", [](Case& c) { c.z_is_y = true, c.layout = kPadded; }},
     {"from y", [](Case& c) { c.z_is_y = true; }},
     {"from y, offset, no bias", [](Case& c) { c.z_is_y = true, c.has_bias = false, c.weight_offset = 1; }},
     {"from y, no weight, columns alone", [](Case& c) { c.z_is_y = true, c.has_weight = false, c.wants_x = false; }},
@@ -737,14 +751,239 @@ void add_case(std::vector<Case>& cases, const NamedTypes& types, const Feature& 
   cases.push_back(c);
 }
 
+#ifndef FLN_CHECK_CPU
+// ---- times ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTimedBytes = int64_t{1} << 28;  // of x
+constexpr int kLaunches = 20;
+
+__global__ void fill_kernel(void* data, DType dtype, int64_t count, unsigned seed, float center) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    uint64_t h = (static_cast<uint64_t>(seed) << 40 ^ static_cast<uint64_t>(i)) * 0x9e3779b97f4a7c15u;
+    h ^= h >> 31, h *= 0xbf58476d1ce4e5b9u, h ^= h >> 29;
+    const float value = center + static_cast<float>(h >> 40) * 0x1p-23f - 1;
+    if (dtype == DType::kFloat32) static_cast<float*>(data)[i] = value;
+    if (dtype == DType::kFloat16) static_cast<__half*>(data)[i] = __float2half_rn(value);
+    if (dtype == DType::kBFloat16) static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
+  }
+}
+
+char* take_filled(DType dtype, int64_t count, unsigned seed, float center) {
+  char* data = take(count * dtype_bytes(dtype));
+  fill_kernel<<<2048, 256>>>(data, dtype, count, seed, center);
+  return data;
+}
+
+// The median us of kLaunches calls of f(), or, for short ones, of a row of calls.
+template <typename F>
+float median_us(bool is_short, F&& f) {
+  static cudaEvent_t events[kLaunches + 1];
+  if (!events[0])
+    for (auto& event : events) check_cuda(cudaEventCreate(&event), "event");
+  const int each = is_short ? 50 : 1;
+  for (int i = 0; i < 2 * each; ++i) f();
+  cudaEventRecord(events[0]);
+  for (int i = 0; i < kLaunches; ++i) {
+    for (int k = 0; k < each; ++k) f();
+    cudaEventRecord(events[i + 1]);
+  }
+  check_cuda(cudaDeviceSynchronize(), "timed");
+  std::vector<float> us(kLaunches);
+  for (int i = 0; i < kLaunches; ++i) {
+    cudaEventElapsedTime(&us[i], events[i], events[i + 1]);
+    us[i] *= 1000.0f / each;
+  }
+  std::sort(us.begin(), us.end());
+  return us[kLaunches / 2];
+}
+
+// A line each for forward and backward: name, direction, dtype, rows, columns, us, us of a copy of the same bytes.
+void time_case(const Case& c, const char* dtypes) {
+  used = 0;
+  const Types& t = c.t;
+  const int64_t rows = c.rows, n = c.n, count = rows * n;
+  const int64_t parts = std::max(c.segments, 1), vec = 8, stride = (n + vec - 1) / vec * vec;
+  NormForwardParams f{};
+  NormBackwardParams b{};
+  const int64_t philox[2] = {kSeed, kOffset};
+  char* philox_at = take(16);
+  upload(philox_at, philox, 16);
+  const auto set = [&](NormStages& stages) {
+    stages.activation = c.activation;
+    stages.drops_y = c.drops_y;
+    if (c.drops_x || c.drops_y)
+      stages.dropout = {reinterpret_cast<const int64_t*>(philox_at), most_dropped(c.p), dropout_scale(c.p)};
+    stages.segments = c.segments;
+    stages.weight_stride = stages.gate_stride = stride;
+    stages.is_rms_norm = c.rms;
+  };
+  set(f), set(b);
+  f.x = take_filled(t.x, count, 1, 0.5f);
+  if (c.has_residual) f.residual = take_filled(t.residual, count, 2, 0.2f);
+  if (c.has_gate) f.gate = take_filled(t.x, parts * stride, 3, 1);
+  f.weight = take_filled(t.weight, parts * stride, 4, 2.5f);
+  if (!c.rms) f.bias = take_filled(t.weight, parts * stride, 5, 0);
+  f.x_strides = f.residual_strides = {rows, n, 0};
+  f.rows = rows, f.hidden_size = n, f.eps = 1e-5;
+  f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight;
+  f.y_dtype = t.y;
+  f.y = take(count * dtype_bytes(t.y));
+  if (c.load) f.residual_out = take(count * dtype_bytes(t.z));
+  f.rstd = take(rows * 4);
+  if (!c.rms) f.mean = take(rows * 4), f.mean_tail = take(rows * 4);
+  f.workspace = take(norm_forward_workspace_cuda(f));
+
+  b.grad_output = take_filled(t.go, count, 6, 0.1f), b.grad_output_dtype = t.go;
+  if (c.has_gro) b.grad_residual_out = take_filled(t.gro, count, 7, 0), b.grad_residual_out_dtype = t.gro;
+  b.z = c.z_is_y ? f.y : c.load ? f.residual_out : f.x;
+  b.z_dtype = c.z_is_y ? t.y : f.z_dtype;
+  if (c.has_gate) b.x = f.x;
+  b.gate = f.gate, b.weight = f.weight, b.bias = f.bias, b.rstd = f.rstd;
+  if (!c.z_is_y) b.mean = f.mean, b.mean_tail = f.mean_tail;
+  b.grad_output_strides = b.grad_residual_out_strides = b.z_strides = b.x_strides = {rows, n, 0};
+  b.rows = rows, b.hidden_size = n;
+  b.x_dtype = t.x, b.residual_dtype = t.residual, b.weight_dtype = t.weight;
+  b.grad_gate_dtype = b.grad_weight_dtype = b.grad_bias_dtype = t.weight;
+  b.stats_grad = true, b.has_load_stage = c.load, b.z_is_y = c.z_is_y;
+  b.grad_input = take(count * dtype_bytes(t.x));
+  if (c.has_residual) b.grad_residual = take(count * dtype_bytes(t.residual));
+  if (c.has_gate) b.grad_gate = take(parts * n * 4);
+  b.grad_weight = take(parts * n * 4);
+  if (!c.rms) b.grad_bias = take(parts * n * 4);
+  b.workspace = take(norm_backward_workspace_cuda(b));
+
+  const bool is_each = c.segments == rows;
+  const int64_t parameters = is_each ? (c.rms ? 1 : 2) * count * dtype_bytes(t.weight) : 0;
+  const int64_t gates = is_each && c.has_gate ? count * dtype_bytes(t.x) : 0;
+  const int64_t forward_bytes = count * (dtype_bytes(t.x) + dtype_bytes(t.y) + c.load * dtype_bytes(t.z) +
+                                         c.has_residual * dtype_bytes(t.residual)) +
+                                parameters + gates;
+  const int64_t backward_bytes =
+      count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
+               c.has_gro * dtype_bytes(t.gro) + c.has_residual * dtype_bytes(t.residual) + c.load * dtype_bytes(t.z) -
+               c.load * dtype_bytes(t.x)) +
+      2 * parameters + 2 * gates;
+  const bool is_short = count * dtype_bytes(t.x) < kTimedBytes / 8;
+  const float forward_us = launch_norm_forward_cuda(f, nullptr) ? -1 : median_us(is_short, [&] {
+    launch_norm_forward_cuda(f, nullptr);
+  });
+  const float backward_us = launch_norm_backward_cuda(b, nullptr) ? -1 : median_us(is_short, [&] {
+    launch_norm_backward_cuda(b, nullptr);
+  });
+  const auto line = [&](const char* direction, float us, int64_t bytes) {
+    const int64_t half = std::min<int64_t>(bytes / 2, kPool / 2);
+    const float copy = median_us(is_short, [&] { cudaMemcpyAsync(pool + kPool / 2, pool, half, cudaMemcpyDefault); });
+    std::printf("%s,%s,%s,%ld,%ld,%.2f,%.2f\n", c.name.c_str(), direction, dtypes, long(rows), long(n), us, copy);
+  };
+  line("forward", forward_us, forward_bytes);
+  line("backward", backward_us, backward_bytes);
+  std::fflush(stdout);
+}
+
+void time_all(const std::string& only) {
+  std::printf("name,direction,dtype,rows,columns,us,copy_us\n");
+  struct Timed {
+    const char* name;
+    const char* types;
+    void (*apply)(Case&);
+    std::vector<int64_t> sizes;
+    bool rms = false;
+  };
+  const std::vector<int64_t> all{64,   128,  256,  384,  512,  768,  1024, 1152, 1536,  1792, 2048,
+                                 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 12288, 16384},
+      some{256, 512, 1024, 1152, 1536, 2048, 3072, 4096, 8192, 16384}, few{1024, 4096, 8192},
+      ragged{65, 257, 769, 1025, 2049, 4097, 8193, 12345}, longer{20000, 32768, 40000, 65536, 131072};
+  const auto plain = [](Case&) {};
+  const auto residual = [](Case& c) { c.load = c.has_residual = c.has_gro = true; };
+  const std::vector<Timed> timed = {
+      {"layer_norm", "bf16", plain, all},
+      {"rms_norm", "bf16", plain, all, true},
+      {"layer_norm", "fp16", plain, some},
+      {"layer_norm", "fp32", plain, all},
+      {"rms_norm", "fp32", plain, some, true},
+      {"layer_norm", "bf16/w32", plain, some},
+      {"residual", "bf16", residual, all},
+      {"residual", "fp32", residual, some},
+      {"residual", "bf16/z32", residual, some},
+      {"residual rms", "bf16", residual, some, true},
+      {"residual dropout of x", "bf16",
+       [](Case& c) { c.load = c.has_residual = c.has_gro = c.drops_x = true, c.p = 0.1; }, some},
+      {"from y", "bf16", [](Case& c) { c.z_is_y = true; }, some},
+      {"from y", "fp32", [](Case& c) { c.z_is_y = true; }, few},
+      {"segments 8", "bf16", [](Case& c) { c.segments = 8; }, some},
+      {"segments 128", "bf16", [](Case& c) { c.segments = 128; }, some},
+      {"segments 8 gate residual", "bf16",
+       [](Case& c) { c.segments = 8, c.load = c.has_residual = c.has_gro = c.has_gate = true; }, some},
+      {"segments 8 gate residual", "fp32",
+       [](Case& c) { c.segments = 8, c.load = c.has_residual = c.has_gro = c.has_gate = true; }, few},
+      {"per-row weight", "bf16", [](Case& c) { c.segments = -1; }, few},
+      {"per-row weight gate residual", "bf16",
+       [](Case& c) { c.segments = -1, c.load = c.has_residual = c.has_gro = c.has_gate = true; }, few},
+      {"relu", "bf16", [](Case& c) { c.activation = Activation::kRelu; }, few},
+      {"gelu", "bf16", [](Case& c) { c.activation = Activation::kGelu; }, some},
+      {"gelu_tanh", "bf16", [](Case& c) { c.activation = Activation::kGeluTanh; }, few},
+      {"silu", "bf16", [](Case& c) { c.activation = Activation::kSilu; }, some},
+      {"dropout of y", "bf16", [](Case& c) { c.drops_y = true, c.p = 0.1; }, some},
+      {"gelu dropout of y", "bf16", [](Case& c) { c.activation = Activation::kGelu, c.drops_y = true, c.p = 0.1; }, few},
+      {"gelu", "fp16", [](Case& c) { c.activation = Activation::kGelu; }, few},
+      {"gelu", "fp32", [](Case& c) { c.activation = Activation::kGelu; }, few},
+      {"gelu", "bf16/w32", [](Case& c) { c.activation = Activation::kGelu; }, few},
+      {"residual gelu", "bf16",
+       [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.activation = Activation::kGelu; }, few},
+      {"layer_norm", "bf16", plain, ragged},
+      {"layer_norm", "fp32", plain, ragged},
+      {"residual", "bf16", residual, ragged},
+      {"layer_norm", "bf16", plain, longer},
+      {"layer_norm", "fp32", plain, longer},
+      {"residual", "bf16", residual, longer},
+  };
+  const auto run_case = [&](const Timed& cell, int64_t n, int64_t rows) {
+    Case c;
+    const auto* types = std::find_if(kTypes, kTypes + kTypeCount,
+                                     [&](const NamedTypes& named) { return std::string(named.name) == cell.types; });
+    c.t = types->t, c.n = n, c.rms = cell.rms, c.rows = rows, c.name = cell.name;
+    cell.apply(c);
+    if (c.segments < 0) c.segments = static_cast<int>(c.rows);
+    if (c.segments > 1) c.rows = std::max<int64_t>(c.rows / c.segments, 1) * c.segments;
+    c.wants_residual = c.has_residual;
+    if (!c.load) c.t.z = c.t.residual = c.t.x;
+    if ((c.name + " " + cell.types).find(only) != std::string::npos) time_case(c, cell.types);
+  };
+  for (const Timed& cell : timed) {
+    const DType x = std::find_if(kTypes, kTypes + kTypeCount, [&](const NamedTypes& named) {
+                      return std::string(named.name) == cell.types;
+                    })->t.x;
+    for (const int64_t n : cell.sizes) run_case(cell, n, kTimedBytes / dtype_bytes(x) / n);
+  }
+  const Timed few_rows[] = {{"few rows layer_norm", "bf16", plain, {}},
+                            {"few rows rms_norm", "bf16", plain, {}, true},
+                            {"few rows layer_norm", "fp32", plain, {}},
+                            {"few rows residual", "bf16", residual, {}}};
+  for (const Timed& cell : few_rows)
+    for (const int64_t n : {512, 1024, 4096, 8192})
+      for (const int64_t rows : {1, 32, 256, 2048}) run_case(cell, n, rows);
+}
+#endif
+
 int main(int argc, char** argv) {
   std::string only;
+  bool times = false;
   for (int i = 1; i < argc; ++i) {
     if (std::string(argv[i]) == "-v")
       verbose = true;
+    else if (std::string(argv[i]) == "--time")
+      times = true;
     else
       only = argv[i];
   }
+#ifndef FLN_CHECK_CPU
+  if (times) {
+    kPool = int64_t{6} << 30;
+    make_pool();
+    time_all(only);
+    return 0;
+  }
+#endif
   make_pool();
   used = kPool;
   poison();

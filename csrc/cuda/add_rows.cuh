@@ -1,5 +1,5 @@
-// What is fused with a norm (AddStage, AddGradStage, AfterNorm in kernel_params.h) as template arguments of the
-// kernels, dropout, and arithmetic that rounds the same way everywhere.
+// What is fused with a norm forward (AddStage, AfterNorm in kernel_params.h) as template arguments of the kernels,
+// dropout, and arithmetic that rounds the same way everywhere.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,37 +26,10 @@ struct NotFused {};
 template <typename x>
 struct Add : AddStage {};
 
-// Backward: the gradient of the norm is x's, or that of z, to which residual_out's comes, and from which those of x and
-// residual are made. `x` is the type of x and grad_output; that of the kernel is residual's and z's.
-template <typename x>
-struct AddGrad : AddGradStage {};
-template <typename x>
-struct GateGrad : GateGradStage {};
-
 // What comes after the norm, forward; x's type is the kernel's. With dropout and without it as kernels of their own,
 // for the registers.
 template <typename x, bool drops>
 struct After : AfterNorm {};
-
-// Backward, with what follows from it and is the same for all rows: what weight and bias are multiplied by, so that the
-// norm comes as slope() wants it; and what sums along the row, wdy and sums along the columns are then multiplied by.
-struct AfterGradStage : AfterNorm {
-  float norm_scale, sum_factor, wdy_factor, column_factor;
-
-  template <bool kQuick>
-  static AfterGradStage of(const AfterNorm& after, int64_t hidden_size) {
-    const float norm_scale = slope_scale<kQuick>(after.activation);
-    const float column_factor = after.dropout.philox ? static_cast<float>(after.dropout.scale) : 1;
-    const float wdy_factor = column_factor / norm_scale;
-    return {after, norm_scale, -wdy_factor * inverse_of<float>(hidden_size), wdy_factor, column_factor};
-  }
-};
-template <typename x>
-struct AfterGrad : AfterGradStage {};
-
-// Backward: what is read as x is forward's y, from which x_hat is had; x's type is the kernel's.
-template <typename x>
-struct FromY : FromYStage {};
 
 template <typename Stage, typename scalar_t>
 struct TypeOfX {
@@ -66,32 +39,18 @@ template <typename x, typename scalar_t>
 struct TypeOfX<Add<x>, scalar_t> {
   using type = x;
 };
-template <typename x, typename scalar_t>
-struct TypeOfX<AddGrad<x>, scalar_t> {
-  using type = x;
-};
-template <typename x, typename scalar_t>
-struct TypeOfX<GateGrad<x>, scalar_t> {
-  using type = x;
-};
 template <typename Stage, typename scalar_t>
 using x_type = typename TypeOfX<Stage, scalar_t>::type;
 template <typename Stage>
 constexpr bool kIsFused = !std::is_same<Stage, NotFused>::value;
 template <typename Stage>
-constexpr bool kAdds = std::is_base_of<AddStage, Stage>::value || std::is_base_of<AddGradStage, Stage>::value;
-template <typename Stage>
-constexpr bool kHasGate = std::is_base_of<GateGradStage, Stage>::value;
+constexpr bool kAdds = std::is_base_of<AddStage, Stage>::value;
 template <typename Stage>
 constexpr bool kHasAfter = std::is_base_of<AfterNorm, Stage>::value;
 template <typename Stage>
 constexpr bool kDropsY = false;
 template <typename x>
 constexpr bool kDropsY<After<x, true>> = true;
-template <typename Stage>
-constexpr bool kIsFromY = std::is_base_of<FromYStage, Stage>::value;
-template <typename Stage>
-constexpr bool kNeedsBias = kHasAfter<Stage> || kIsFromY<Stage>;  // backward
 
 // Dropout of the elements of one row, which are of the accumulation type.
 template <typename T>

@@ -83,6 +83,21 @@ __device__ __forceinline__ void load_weight_of(T (&values)[kVec], const KernelBa
   }
 }
 
+// The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that do not exist.
+template <int kSums, typename T>
+__device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
+  using Lanes = RowThreads<32, 1>;
+  constexpr int kLanes = kSums < 32 ? kSums : 32;
+  Pair<T> sum = shared[threadIdx.x % kLanes];
+#pragma unroll
+  for (int index = kLanes; index < kSums; index += kLanes) {
+    const Pair<T> here = shared[index + threadIdx.x % kLanes];
+    sum.first += here.first;
+    sum.second += here.second;
+  }
+  return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
+}
+
 // Adds one vector's part to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). Elements beyond the row are 0 in
 // grad_output, and add nothing.
 template <int kVec, typename Stats, typename T>
@@ -184,8 +199,8 @@ __device__ __forceinline__ void store_gradient(const KernelBackwardParams& param
   store_as(gradient, dtype, index, value);
 }
 
-// Adds up `partials` sums [grad_weight, grad_bias] that lie at params.workspace.
-cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, cudaStream_t stream);
+// Adds up `partials` times `sums` sums, [grad_weight, grad_bias] or also grad_gate, that lie at params.workspace.
+cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream);
 
 // Rows that are shared by the whole card (norm_huge.cu).
 bool is_huge_backward(const KernelBackwardParams& params);

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <mutex>
 
 #include "kernel_params.h"
 #include "launch_plan.h"
@@ -19,35 +18,7 @@ struct DeviceFacts {
   int max_cluster = 1;   // blocks of a cluster; 1 where the device, or the code compiled for it, has no clusters
   int shared_bytes = 0;  // of shared memory that a block may have
 };
-
-namespace {
-__global__ void probe_kernel() {}  // to ask which architecture this code was compiled for
-
-cudaError_t ask_device(int device, DeviceFacts& facts) {
-  int major = 0;
-  cudaFuncAttributes code{};
-  cudaError_t error = cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, probe_kernel);
-  if (error == cudaSuccess && code.ptxVersion >= 90) facts.max_cluster = major == 9 || major == 10 ? 16 : 8;
-  return error;
-}
-
-cudaError_t device_facts(int& device, DeviceFacts& facts) {
-  constexpr int kDevices = 64;
-  static DeviceFacts known[kDevices];
-  static std::once_flag once[kDevices];
-  static cudaError_t errors[kDevices];
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device >= kDevices) return ask_device(device, facts);
-  std::call_once(once[device], [&] { errors[device] = ask_device(device, known[device]); });
-  facts = known[device];
-  return errors[device];
-}
-}  // namespace
+cudaError_t device_facts(int& device, DeviceFacts& facts);  // launch.cu
 
 // How many blocks share a row of vec_count vectors: as many as hold it at once. Above 8 a cluster is 16.
 template <typename Plan>
@@ -164,17 +135,6 @@ cudaError_t dispatch_type(DType x, F&& f) {
     case DType::kFloat64: return f(Types<double, double>{});
   }
   return cudaErrorInvalidValue;
-}
-
-// The types of x, and of residual and z, that kernels have stages for.
-template <typename F>
-cudaError_t dispatch_add_types(DType x, DType z, F&& f) {
-  if (x == DType::kFloat16 && z == DType::kFloat16) return f(Types<__half, __half>{});
-  if (x == DType::kFloat16 && z == DType::kFloat32) return f(Types<__half, float>{});
-  if (x == DType::kBFloat16 && z == DType::kBFloat16) return f(Types<__nv_bfloat16, __nv_bfloat16>{});
-  if (x == DType::kBFloat16 && z == DType::kFloat32) return f(Types<__nv_bfloat16, float>{});
-  if (x == DType::kFloat32 && z == DType::kFloat32) return f(Types<float, float>{});
-  return cudaErrorNotSupported;
 }
 
 // Calls f(Plan{}) for the first plan of the ladder that holds the row at once, in clusters of up to max_cluster where

@@ -226,9 +226,19 @@ template <typename scalar_t, typename weight_t, typename Plan, bool kEager, type
 constexpr bool kInTurns =
     !kEager && !kIsFused<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kTakesTurns<scalar_t, Plan>;
 
+// Where rows pass through shared memory, for every dtype of weight.
+template <typename scalar_t, typename Plan>
+struct StageMemory {
+  static constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
+  static constexpr int kRows = kStaged ? kForwardThreads<Plan> / Plan::kThreads : 1;
+  uint4 stages[kRows][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
+  uint64_t barriers[kRows];
+};
+
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
-                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row) {
+                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
+                                            StageMemory<scalar_t, Plan>& staged) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -238,8 +248,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   using Row = RowThreads<kThreads, kRows, true>;
   __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
   __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
-  __shared__ uint64_t stage_barriers[kStaged ? kRows : 1];
-  __shared__ uint4 stages[kStaged ? kRows : 1][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
 
   constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
   // Threads side by side, of the row or of one warp, which then has a slice of it
@@ -275,12 +283,14 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   asm volatile("" : "+l"(weight), "+l"(bias));
   // weight_offset is added to every weight where memory leaves time for it, which it does not at 64 columns of 16 bits
   // (H200: 5% slower, by this and by the order of loads)
-  constexpr bool kIsTiny = kWhole && kThreads == 2;
+  constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
   constexpr bool kAddsOffset = kWhole && !kHasAfter<Fused> && !kIsTiny;
+  // fp32 weights beside 16-bit x, in a kernel with the registers of narrow ones
+  constexpr bool kIsWide = !kIsFused<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
   // Loads that are not of constant memory stay behind the stores before them (load_parameter); said anew for them. Of
   // rows in turns those by four vectors would spill otherwise.
   constexpr bool kOrdered =
-      kHasAfter<Fused> || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
+      kHasAfter<Fused> || kIsWide || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
   if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
   if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
@@ -309,7 +319,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   // Load; what lies beyond the row is not looked at
   RawVec<scalar_t, kVec> raw[kVecs];
   Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
-      stages[kStaged ? Row::group() : 0], &stage_barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
+      staged.stages[kStaged ? Row::group() : 0], &staged.barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kAdds<Fused>) {
       const int col = slice_col + own;
@@ -517,7 +527,30 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   }
 }
 
-// Fused: NotFused, or an Add or After, with which weight may also be fp32 whatever weight_t.
+// forward_row() of the dtypes that are known at run time: of fp32 weights beside 16-bit x, and of 16-bit x beside fp32
+// z. With Fused, weight's is a question of the store loop.
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+__device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, kEager, Fused>& params,
+                                                     acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
+                                                     StageMemory<scalar_t, Plan>& staged) {
+  if constexpr (!kIsFused<Fused> && sizeof(weight_t) == 2) {
+    if (params.weight_dtype == DType::kFloat32) {
+      // Nothing of the row from before the branch is kept beside what follows from it: ragged rows would spill
+      if constexpr (!kIsWhole<scalar_t, Plan>) asm volatile("" : "+l"(row));
+      return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, staged);
+    }
+  }
+  if constexpr (std::is_same<Fused, Add<float>>::value) {
+    if (params.x_dtype == DType::kFloat16)
+      return forward_row<float, __half, Plan, kEager>(params, inverse_n, Add<__half>{fused}, row, staged);
+    if (params.x_dtype == DType::kBFloat16)
+      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, Add<__nv_bfloat16>{fused}, row, staged);
+  }
+  forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+}
+
+// Fused: NotFused, or an Add or After. Weight is of weight_t, or fp32 whatever weight_t. Types that are known at run
+// time have paths of their own, so that each is as if there were no other.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
@@ -527,12 +560,13 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
+  __shared__ StageMemory<scalar_t, Plan> staged;
   if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
     int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
     do {
       if (row >= params.rows) return;
-      forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
-      if (params.turns == 1) return;
+      forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+      if (params.turns == 1 || (sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
       row += kRows;
       asm volatile("" : "+l"(row));
       if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
@@ -542,7 +576,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
     // Left, not skipped: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
     if (row >= params.rows) return;
-    forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row);
+    forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
   }
 }
 
@@ -553,25 +587,78 @@ template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 int64_t forward_blocks(KernelForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   params.turns = 1;
-  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.segments > kFewSegments<Plan> &&
-      params.segments < params.rows && params.rows * Plan::kThreads >= kSegmentTurns<Plan> * kSegmentTurnsThreads)
+  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.weight_dtype == dtype_of<weight_t> &&
+      params.segments > kFewSegments<Plan> && params.segments < params.rows &&
+      params.rows * Plan::kThreads >= kSegmentTurns<Plan> * kSegmentTurnsThreads)
     params.turns = kSegmentTurns<Plan>;
   const int64_t rows = kRows * params.turns;
   return (params.rows + rows - 1) / rows;
 }
 
 // With an Add or After, by the plans for them.
-template <typename scalar_t, typename x_t, typename Stage>
+template <typename scalar_t, typename Stage>
 cudaError_t launch_fused_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
   using LadderOf = std::conditional_t<kHasAfter<Stage>, AfterLadder<scalar_t>, AddLadder<scalar_t>>;
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
-    const ClusterLaunch launch(forward_blocks<scalar_t, x_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, x_t, Plan, false, Stage>,
+    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1,
+                               stream);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, false, Stage>,
                               ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
                               stage);
   });
 }
 
 }  // namespace
+
+template <typename scalar_t>
+cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) {
+  int device = 0;
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(device, facts);
+  if (error != cudaSuccess) return error;
+  const auto launch_plan = [&](auto plan) {
+    using Plan = decltype(plan);
+    [[maybe_unused]] constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+    const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
+    if constexpr (kMayBeEager<scalar_t, Plan>) {
+      using Plain = PlainForwardParams<scalar_t, int>;
+      const int64_t blocks = (params.rows + kRows - 1) / kRows;
+      if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
+        const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
+        return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, true, NotFused>,
+                                  Plain(params), inverse_n, NotFused{});
+      }
+    }
+    const auto kernel = norm_forward_kernel<scalar_t, scalar_t, Plan, false, NotFused>;
+    int cluster = 1;
+    if constexpr (Plan::kClusters) {
+      static OncePerDevice allowed;
+      const cudaError_t error = allowed.run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
+      if (error != cudaSuccess) return error;
+      cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
+    }
+    KernelForwardParams told = params;
+    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, NotFused>(told) * cluster,
+                               kForwardThreads<Plan>, 0, cluster, stream);
+    if (kIsStaged<scalar_t, Plan>)
+      told.x_end =
+          static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
+    return cudaLaunchKernelEx(&launch.config, kernel, told, inverse_n, NotFused{});
+  };
+  return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
+      params.hidden_size, facts.max_cluster, launch_plan);
+}
+
+template <typename scalar_t>
+cudaError_t launch_add(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream) {
+  return launch_fused_forward<scalar_t>(params, Add<scalar_t>{stage}, stream);
+}
+
+template <typename scalar_t>
+cudaError_t launch_after(const KernelForwardParams& params, const AfterNorm& after, cudaStream_t stream) {
+  if (after.dropout.philox) return launch_fused_forward<scalar_t>(params, After<scalar_t, true>{after}, stream);
+  return launch_fused_forward<scalar_t>(params, After<scalar_t, false>{after}, stream);
+}
+
 }  // namespace fused_layernorm

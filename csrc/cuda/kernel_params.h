@@ -13,6 +13,8 @@ namespace fused_layernorm {
 struct AfterNorm {
   Activation activation;
   Dropout dropout;
+
+  bool any() const { return activation != Activation::kNone || dropout.philox; }
 };
 
 // Forward's load stage. A dropped element counts as 0, also where x is not finite.
@@ -27,23 +29,24 @@ struct AddStage {
   int64_t gate_stride;
 };
 
-// The adjoint of the load stage, without gate.
-struct AddGradStage {
-  const void* grad_residual_out;  // of x's (that is z's) dtype, or nullptr
-  void* grad_residual;            // or nullptr
-  RowStrides grad_residual_out_strides;
-  DType grad_output_dtype;    // x_dtype, or 16-bit beside fp32 x
-  DType grad_input_dtype;     // x_dtype, or 16-bit beside fp32 x
-  DType grad_residual_dtype;  // grad_input_dtype or fp32
-  Dropout dropout;
-};
-
-// The same with gate and without dropout.
-struct GateGradStage : AddGradStage {
-  const void* x;     // forward's, of grad_input_dtype
+// The adjoints of the stages around a norm of z. A null pointer: not there, or not wanted.
+struct GradStages {
+  const void* grad_residual_out;  // of z's dtype, which is KernelBackwardParams::x_dtype
+  void* grad_residual;
+  const void* x;     // with a gate: forward's, of grad_input_dtype
   const void* gate;  // of grad_input_dtype
+  RowStrides grad_residual_out_strides;
   RowStrides x_strides;
   int64_t gate_stride;
+  Dropout dropout;  // of x
+  AfterNorm epilogue;
+  DType grad_output_dtype;    // z's, or 16-bit beside fp32 z
+  DType grad_input_dtype;     // likewise
+  DType grad_residual_dtype;  // grad_input_dtype or fp32
+  bool has_load_stage;
+  bool from_y;  // x is forward's y, and x_hat = (y - bias) / (weight + weight_offset). mean is not read
+
+  bool any() const { return has_load_stage || from_y || epilogue.any(); }
 };
 
 struct KernelForwardParams {
@@ -74,22 +77,19 @@ struct KernelForwardParams {
   bool is_rms_norm;
 };
 
-// Backward from forward's y: x is y, and x_hat = (y - bias) / (weight + weight_offset). mean is not read.
-struct FromYStage {};
-
 // Here x is what was normalized: z where forward had a load stage.
 struct KernelBackwardParams {
-  const void* grad_output;  // of x's dtype; of AddGradStage::grad_output_dtype with such a stage
+  const void* grad_output;  // of x's dtype; or of GradStages::grad_output_dtype
   const void* x;
   const void* weight;
   const void* rstd;
   const void* mean;       // nullptr for RMSNorm, or: 0
   const void* mean_tail;  // nullptr where mean is
 
-  void* grad_input;  // of x's dtype; of AddGradStage::grad_input_dtype with such a stage
+  void* grad_input;  // of x's dtype; or of GradStages::grad_input_dtype
   void* grad_weight;
   void* grad_bias;
-  void* grad_gate;  // with a GateGradStage: not nullptr; without one: nullptr
+  void* grad_gate;  // nullptr without a gate
   void* workspace;
 
   RowStrides grad_output_strides;

@@ -4,8 +4,11 @@
 // call is composed here: conversions of what no kernel reads, the load stage and the epilogue as elementwise kernels
 // before and after the plain norm, and their adjoints. The choice follows from dtypes, hidden_size, options and the
 // card, never from the number of rows. Temporaries lie in the workspace.
+#include <mutex>
+
 #include "activation.cuh"
 #include "add_rows.cuh"
+#include "dispatch.cuh"
 #include "elementwise.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
@@ -15,6 +18,20 @@
 
 namespace fused_layernorm {
 namespace {
+
+__global__ void probe_kernel() {}  // to ask which architecture this code was compiled for
+
+cudaError_t ask_device(int device, DeviceFacts& facts) {
+  int major = 0;
+  cudaFuncAttributes code{};
+  cudaError_t error = cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, probe_kernel);
+  if (error == cudaSuccess && code.ptxVersion >= 90) facts.max_cluster = major == 9 || major == 10 ? 16 : 8;
+  return error;
+}
 
 // Rows as they lie in memory; data is nullptr where there are none.
 struct Rows {
@@ -74,7 +91,7 @@ __global__ void __launch_bounds__(kQuadThreads)
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     load_stage_grad_kernel(const __grid_constant__ Rows grad_norm, const __grid_constant__ Rows grad_residual_out,
-                           const __grid_constant__ AddGradStage stage, void* grad_input, int64_t rows,
+                           const __grid_constant__ GradStages stages, void* grad_input, int64_t rows,
                            int64_t hidden_size) {
   for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
     const int64_t at = row * hidden_size + col;
@@ -87,9 +104,9 @@ __global__ void __launch_bounds__(kQuadThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], skip[i]);
     }
-    if (stage.grad_residual) store_columns(stage.grad_residual, stage.grad_residual_dtype, at, grad, count);
-    if (stage.dropout.philox) RowDropout<acc_t>(stage.dropout, row).apply(grad, col);
-    if (grad_input) store_columns(grad_input, stage.grad_input_dtype, at, grad, count);
+    if (stages.grad_residual) store_columns(stages.grad_residual, stages.grad_residual_dtype, at, grad, count);
+    if (stages.dropout.philox) RowDropout<acc_t>(stages.dropout, row).apply(grad, col);
+    if (grad_input) store_columns(grad_input, stages.grad_input_dtype, at, grad, count);
   });
 }
 
@@ -426,234 +443,186 @@ void forward(const NormForwardParams& params, Sequence& run) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// What becomes of the gradient of the norm of z: grad_z with grad_residual_out added, grad_residual = grad_z and
-// grad_input = keep * dropout_scale * grad_z. With has_load_stage by a kernel with that stage even where no gradient
-// needs it, so that the bits do not depend on which gradients are wanted.
-struct GradOfZ {
-  bool has_load_stage;
-  Rows grad_residual_out;
-  void* grad_residual;
-  DType grad_residual_dtype;
-  void* grad_input;
-  DType grad_input_dtype;
-  Dropout dropout;
-};
+// What is left to do of a backward call.
+struct BackwardCall {
+  KernelBackwardParams norm;  // x_dtype, but not the tensors below
+  GradStages stages;          // likewise
+  Rows z, grad_output, grad_residual_out, x;
+  Parameters parameters, gate;
 
-// `norm`: all but grad_output, grad_input, weight and workspace. grad_output is of norm.x_dtype, or norm.x_dtype is the
-// accumulation type.
-void backward_of_z(KernelBackwardParams norm, const Rows& grad_output, const Parameters& parameters,
-                   const GradOfZ& of_z, Sequence& run) {
-  const DType dtype = norm.x_dtype;
-  const auto set_inputs = [&](const Rows& grad, DType weight_dtype) {
-    norm.grad_output = grad.data;
-    norm.grad_output_strides = grad.strides;
-    const Parameters read = run.readable(parameters, weight_dtype);
+  // Tensors as kernels of norm.x_dtype read them, grad_output of `grad_dtype`, parameters of `parameter_dtype`.
+  void make_readable(DType grad_dtype, DType parameter_dtype, Sequence& run) {
+    const auto rows_of = [&](const Rows& rows, DType dtype, const void*& data, RowStrides& strides) {
+      const Rows read = run.readable(rows, dtype);
+      data = read.data;
+      strides = read.data ? read.strides : RowStrides{norm.rows, 0, 0};
+    };
+    rows_of(z, norm.x_dtype, norm.x, norm.x_strides);
+    rows_of(grad_output, grad_dtype, norm.grad_output, norm.grad_output_strides);
+    rows_of(grad_residual_out, norm.x_dtype, stages.grad_residual_out, stages.grad_residual_out_strides);
+    const Parameters read = run.readable(parameters, parameter_dtype);
     norm.weight = read.weight;
+    norm.bias = read.bias;
     norm.weight_stride = read.stride;
     norm.weight_dtype = read.dtype;
-  };
-  const bool has_stage = of_z.has_load_stage || of_z.grad_residual || of_z.grad_residual_out.data ||
-                         of_z.dropout.philox || (of_z.grad_input && of_z.grad_input_dtype != dtype);
-  AddGradStage stage{};
-  if (has_stage) {
-    stage.grad_residual = of_z.grad_residual;
-    stage.grad_output_dtype = grad_output.dtype;
-    stage.grad_input_dtype = of_z.grad_input_dtype;
-    stage.grad_residual_dtype = of_z.grad_residual ? of_z.grad_residual_dtype : dtype;
-    stage.dropout = of_z.dropout;
-    norm.grad_input = of_z.grad_input;
-    if (backward_workspace(norm, stage) != kNoKernel) {
-      set_inputs(run.readable(grad_output, grad_output.dtype),
-                 parameter_dtype(parameters.dtype, of_z.grad_input_dtype));
-      const Rows skip = run.readable(of_z.grad_residual_out, dtype);
-      stage.grad_residual_out = skip.data;
-      stage.grad_residual_out_strides = skip.data ? skip.strides : RowStrides{norm.rows, 0, 0};
-      norm.workspace = run.take(backward_workspace(norm, stage));
-      return run.launch([&](cudaStream_t stream) { return launch_backward(norm, stage, stream); });
-    }
+    if (!gate.weight) return;
+    rows_of(x, stages.grad_input_dtype, stages.x, stages.x_strides);
+    const Parameters read_gate = run.readable(gate, stages.grad_input_dtype);
+    stages.gate = read_gate.weight;
+    stages.gate_stride = read_gate.stride;
   }
-  set_inputs(run.readable(grad_output, dtype), parameter_dtype(parameters.dtype, dtype));
+};
+
+// By one kernel with all stages; false where there is none. A load stage is one even where no gradient needs it, so
+// that the bits do not depend on which gradients are wanted.
+bool backward_at_once(BackwardCall call, Sequence& run) {
+  call.norm.x_dtype = call.z.dtype;
+  call.stages.grad_output_dtype = call.grad_output.dtype;
+  if (!call.stages.from_y && !call.stages.epilogue.any()) call.parameters.bias = nullptr;  // nobody reads it
+  if (!call.stages.any() || backward_workspace(call.norm, call.stages) == kNoKernel) return false;
+  call.make_readable(call.grad_output.dtype, parameter_dtype(call.parameters.dtype, call.stages.grad_input_dtype), run);
+  call.norm.workspace = run.take(backward_workspace(call.norm, call.stages));
+  run.launch([&](cudaStream_t stream) { return launch_backward(call.norm, call.stages, stream); });
+  return true;
+}
+
+// Where each row has a weight of its own.
+void backward_each(BackwardCall call, Sequence& run) {
+  const DType dtype = call.norm.x_dtype;
+  const bool takes_narrow = dtype == DType::kFloat32 && dtype_bytes(call.grad_output.dtype) == 2;
+  call.stages.grad_output_dtype = takes_narrow ? call.grad_output.dtype : dtype;
+  const bool has_weight = call.parameters.weight, is_double = dtype == DType::kFloat64;
+  call.make_readable(call.stages.grad_output_dtype, is_double || !has_weight ? dtype : call.parameters.dtype, run);
+  if (!has_weight) {
+    call.norm.weight = run.filled(call.norm.hidden_size, dtype, 1);
+    call.norm.weight_stride = 0;
+  }
+  run.launch([&](cudaStream_t stream) { return launch_backward_each(call.norm, call.stages, stream); });
+}
+
+// Without gate, from_y and epilogue: by one kernel, or the plain norm and then the adjoint of the load stage.
+void backward_of_z(BackwardCall call, Sequence& run) {
+  const DType dtype = call.norm.x_dtype;
+  void *grad_input = call.norm.grad_input, *grad_residual = call.stages.grad_residual;
+  const bool converts_input = grad_input && call.stages.grad_input_dtype != dtype;
+  call.stages.has_load_stage |=
+      grad_residual || call.grad_residual_out.data || call.stages.dropout.philox || converts_input;
+  if (backward_at_once(call, run)) return;
+  GradStages load = call.stages, none{};
+  none.grad_output_dtype = none.grad_input_dtype = dtype;
   // The gradient of the norm goes to a result of its type, else to the workspace
-  norm.grad_input = of_z.grad_input;
-  if (of_z.grad_residual && of_z.grad_residual_dtype == dtype) {
-    norm.grad_input = of_z.grad_residual;
-  } else if (of_z.grad_residual || (of_z.grad_input && of_z.grad_input_dtype != dtype)) {
-    if (!of_z.grad_input || of_z.grad_input_dtype != dtype) norm.grad_input = run.take_rows(dtype);
+  if (grad_residual && call.stages.grad_residual_dtype == dtype) {
+    call.norm.grad_input = grad_residual;
+  } else if ((grad_residual || converts_input) && (!grad_input || converts_input)) {
+    call.norm.grad_input = run.take_rows(dtype);
   }
-  norm.workspace = run.take(backward_workspace(norm));
-  run.launch([&](cudaStream_t stream) { return launch_backward(norm, stream); });
-  const auto is_done = [&](const void* result) { return !result || result == norm.grad_input; };
-  if (!norm.grad_input ||
-      (!of_z.grad_residual_out.data && !of_z.dropout.philox && is_done(of_z.grad_input) && is_done(of_z.grad_residual)))
+  const Rows skip = call.grad_residual_out;
+  call.grad_residual_out.data = nullptr;
+  call.make_readable(dtype, parameter_dtype(call.parameters.dtype, dtype), run);
+  call.norm.workspace = run.take(backward_workspace(call.norm, none));
+  run.launch([&](cudaStream_t stream) { return launch_backward(call.norm, none, stream); });
+  const auto is_done = [&](const void* result) { return !result || result == call.norm.grad_input; };
+  if (!call.norm.grad_input || (!skip.data && !load.dropout.philox && is_done(grad_input) && is_done(grad_residual)))
     return;
-  const Rows grad_norm{norm.grad_input, contiguous(norm.rows, norm.hidden_size), dtype};
+  const Rows grad_norm{call.norm.grad_input, contiguous(call.norm.rows, call.norm.hidden_size), dtype};
   run.launch([&](cudaStream_t stream) {
     return launch_quads(dtype == DType::kFloat64 ? load_stage_grad_kernel<double> : load_stage_grad_kernel<float>,
-                        norm.rows, norm.hidden_size, stream, grad_norm, of_z.grad_residual_out, stage, of_z.grad_input,
-                        norm.rows, norm.hidden_size);
+                        call.norm.rows, call.norm.hidden_size, stream, grad_norm, skip, load, grad_input,
+                        call.norm.rows, call.norm.hidden_size);
   });
 }
 
 // Of z = residual + keep * dropout_scale * gate * x where no kernel does it at once. gate * x is an RMSNorm of x with
 // rstd = 1 that is a constant, weight = gate and grad_weight = grad_gate.
-void backward_of_gate(const NormBackwardParams& params, const KernelBackwardParams& norm, const Rows& grad_output,
-                      const Parameters& parameters, GradOfZ of_z, Sequence& run) {
-  const DType dtype = norm.x_dtype;
+void backward_of_gate(const NormBackwardParams& params, BackwardCall call, Sequence& run) {
+  if (backward_at_once(call, run)) return;
+  const DType dtype = call.norm.x_dtype;
   const bool wants_product = params.grad_input || params.grad_gate;
-  Rows grad_product{of_z.grad_residual, contiguous(norm.rows, norm.hidden_size), dtype};
-  of_z.grad_input = nullptr;
-  of_z.grad_input_dtype = dtype;
-  if (wants_product && (of_z.dropout.philox || !of_z.grad_residual || of_z.grad_residual_dtype != dtype))
-    grad_product.data = of_z.grad_input = run.take_rows(dtype);
-  if (!of_z.grad_input) of_z.dropout = {};
-  backward_of_z(norm, grad_output, parameters, of_z, run);
+  const Parameters gate = call.gate;
+  void* grad_residual = call.stages.grad_residual;
+  Rows grad_product{grad_residual, contiguous(params.rows, params.hidden_size), dtype};
+  call.gate = {};
+  call.stages.gate = nullptr;
+  call.norm.grad_input = call.norm.grad_gate = nullptr;
+  call.stages.grad_input_dtype = dtype;
+  if (wants_product && (call.stages.dropout.philox || !grad_residual || call.stages.grad_residual_dtype != dtype))
+    grad_product.data = call.norm.grad_input = run.take_rows(dtype);
+  if (!call.norm.grad_input) call.stages.dropout = {};
+  backward_of_z(call, run);
   if (!wants_product) return;
 
-  const Rows x = run.readable({params.x, params.x_strides, params.x_dtype}, dtype);
-  KernelBackwardParams product{};
-  product.x = x.data;
-  product.x_strides = x.strides;
-  product.x_dtype = dtype;
-  product.rstd = run.filled(norm.rows, accumulation_dtype(dtype), 1);
-  product.rows = norm.rows;
-  product.hidden_size = norm.hidden_size;
-  product.segments = norm.segments;
-  product.is_rms_norm = true;
-  product.grad_weight = params.grad_gate;
-  product.grad_weight_dtype = params.grad_gate_dtype;
-  backward_of_z(product, grad_product, {params.gate, nullptr, params.gate_stride, params.x_dtype},
-                {false, {}, nullptr, dtype, params.grad_input, params.x_dtype, {}}, run);
+  BackwardCall product{};
+  product.z = call.x;
+  product.grad_output = grad_product;
+  product.parameters = gate;
+  product.norm.x_dtype = dtype;
+  product.norm.rstd = run.filled(params.rows, accumulation_dtype(dtype), 1);
+  product.norm.rows = params.rows;
+  product.norm.hidden_size = params.hidden_size;
+  product.norm.segments = params.segments;
+  product.norm.is_rms_norm = true;
+  product.norm.grad_input = params.grad_input;
+  product.norm.grad_weight = params.grad_gate;
+  product.norm.grad_weight_dtype = params.grad_gate_dtype;
+  product.stages.grad_input_dtype = params.x_dtype;
+  product.z = run.readable(product.z, dtype);
+  backward_of_z(product, run);
 }
 
-// Where each row has a weight of its own.
-void backward_each(const NormBackwardParams& params, KernelBackwardParams norm, Rows grad_output,
-                   const Parameters& parameters, const GradOfZ& of_z, Sequence& run) {
-  const DType dtype = norm.x_dtype;
-  const bool takes_narrow = dtype == DType::kFloat32 && dtype_bytes(grad_output.dtype) == 2;
-  grad_output = run.readable(grad_output, takes_narrow ? grad_output.dtype : dtype);
-  norm.grad_output = grad_output.data;
-  norm.grad_output_strides = grad_output.strides;
-  norm.grad_input = params.grad_input;
-  const bool is_double = dtype == DType::kFloat64;
-  const Parameters read = run.readable(parameters, is_double || !parameters.weight ? dtype : parameters.dtype);
-  norm.weight = read.weight ? read.weight : run.filled(norm.hidden_size, dtype, 1);
-  norm.weight_stride = read.weight ? read.stride : 0;
-  norm.weight_dtype = read.dtype;
-
-  GateGradStage stage{};
-  const Rows skip = run.readable(of_z.grad_residual_out, dtype);
-  stage.grad_residual_out = skip.data;
-  stage.grad_residual_out_strides = skip.strides;
-  stage.grad_residual = of_z.grad_residual;
-  stage.grad_output_dtype = grad_output.dtype;
-  stage.grad_input_dtype = params.x_dtype;
-  stage.grad_residual_dtype = of_z.grad_residual ? of_z.grad_residual_dtype : dtype;
-  if (params.gate) {
-    const Parameters gate = run.readable({params.gate, nullptr, params.gate_stride, params.x_dtype}, params.x_dtype);
-    const Rows x = run.readable({params.x, params.x_strides, params.x_dtype}, params.x_dtype);
-    stage.gate = gate.weight;
-    stage.gate_stride = gate.stride;
-    stage.x = x.data;
-    stage.x_strides = x.strides;
-    norm.grad_gate = params.grad_gate;
-    norm.grad_gate_dtype = params.grad_gate_dtype;
-  }
-  run.launch([&](cudaStream_t stream) { return launch_backward_each(norm, stage, stream); });
-}
-
-// By one kernel with gate; false where there is none. grad_gate is not among what `accumulate` adds to.
-bool backward_of_gate_fused(const NormBackwardParams& params, KernelBackwardParams norm, const Rows& grad_output,
-                            const Parameters& parameters, const GradOfZ& of_z, Sequence& run) {
-  if (of_z.dropout.philox || params.accumulate) return false;
-  const DType dtype = norm.x_dtype;
-  GateGradStage stage{};
-  stage.grad_residual = of_z.grad_residual;
-  stage.grad_output_dtype = grad_output.dtype;
-  stage.grad_input_dtype = params.x_dtype;
-  stage.grad_residual_dtype = of_z.grad_residual ? of_z.grad_residual_dtype : dtype;
-  norm.grad_input = params.grad_input;
-  norm.grad_gate = params.grad_gate;
-  norm.grad_gate_dtype = params.grad_gate_dtype;
-  if (backward_workspace(norm, stage) == kNoKernel) return false;
-  if (!norm.grad_gate) {  // the kernel sums it up anyway
-    norm.grad_gate_dtype = DType::kFloat32;
-    norm.grad_gate = run.take(std::max(norm.segments, 1) * norm.hidden_size * dtype_bytes(norm.grad_gate_dtype));
-  }
-  const Rows grad = run.readable(grad_output, grad_output.dtype), skip = run.readable(of_z.grad_residual_out, dtype);
-  norm.grad_output = grad.data;
-  norm.grad_output_strides = grad.strides;
-  stage.grad_residual_out = skip.data;
-  stage.grad_residual_out_strides = skip.data ? skip.strides : RowStrides{norm.rows, 0, 0};
-  const Parameters read = run.readable(parameters, parameter_dtype(parameters.dtype, params.x_dtype));
-  norm.weight = read.weight;
-  norm.weight_stride = read.stride;
-  norm.weight_dtype = read.dtype;
-  const Parameters gate = run.readable({params.gate, nullptr, params.gate_stride, params.x_dtype}, params.x_dtype);
-  const Rows x = run.readable({params.x, params.x_strides, params.x_dtype}, params.x_dtype);
-  stage.gate = gate.weight;
-  stage.gate_stride = gate.stride;
-  stage.x = x.data;
-  stage.x_strides = x.strides;
-  norm.workspace = run.take(backward_workspace(norm, stage));
-  run.launch([&](cudaStream_t stream) { return launch_backward(norm, stage, stream); });
-  return true;
-}
-
-// By one kernel with `stage`, an epilogue or forward's y in the place of z; false where there is none.
-template <typename Stage>
-bool backward_fused(const NormBackwardParams& params, KernelBackwardParams norm, const Rows& grad_output,
-                    const Stage& stage, Sequence& run) {
-  norm.grad_input = params.grad_input;
-  if (grad_output.dtype != norm.x_dtype || params.x_dtype != norm.x_dtype || params.has_load_stage ||
-      params.grad_residual || params.grad_residual_out || params.gate || params.drops_x() ||
-      backward_workspace(norm, stage) == kNoKernel)
-    return false;
-  const Rows grad = run.readable(grad_output, grad_output.dtype);
-  const Rows z = run.readable({norm.x, norm.x_strides, norm.x_dtype}, norm.x_dtype);
-  norm.grad_output = grad.data;
-  norm.grad_output_strides = grad.strides;
-  norm.x = z.data;
-  norm.x_strides = z.strides;
-  const Parameters read = run.readable({params.weight, params.bias, params.weight_stride, params.weight_dtype},
-                                       parameter_dtype(params.weight_dtype, norm.x_dtype));
-  norm.weight = read.weight;
-  norm.bias = read.bias;
-  norm.weight_stride = read.stride;
-  norm.weight_dtype = read.dtype;
-  norm.workspace = run.take(backward_workspace(norm, stage));
-  run.launch([&](cudaStream_t stream) { return launch_backward(norm, stage, stream); });
-  return true;
-}
-
-void backward(const NormBackwardParams& params, Sequence& run) {
-  if (!params.wants_rows() && !params.wants_columns()) return;
-  const DType acc_dtype = accumulation_dtype(params.x_dtype);
-  const bool is_double = acc_dtype == DType::kFloat64;
+BackwardCall backward_call(const NormBackwardParams& params) {
   const bool has_mean = !params.is_rms_norm && !params.z_is_y;
-  Rows z{params.z, params.z_strides, params.z_dtype};
-  Rows grad_output{params.grad_output, params.grad_output_strides, params.grad_output_dtype};
-  KernelBackwardParams norm{};
-  norm.x = z.data;
-  norm.x_strides = z.strides;
-  norm.x_dtype = z.dtype;
+  BackwardCall call{};
+  KernelBackwardParams& norm = call.norm;
+  norm.x_dtype = params.z_dtype;
   norm.rstd = params.rstd;
   norm.mean = has_mean ? params.mean : nullptr;
   norm.mean_tail = has_mean ? params.mean_tail : nullptr;
+  norm.grad_input = params.grad_input;
   norm.grad_weight = params.grad_weight;
   norm.grad_bias = params.grad_bias;
+  norm.grad_gate = params.gate ? params.grad_gate : nullptr;
   norm.rows = params.rows;
   norm.hidden_size = params.hidden_size;
   norm.weight_offset = params.weight_offset;
   norm.segments = params.segments;
   norm.grad_weight_dtype = params.grad_weight_dtype;
   norm.grad_bias_dtype = params.grad_bias_dtype;
+  norm.grad_gate_dtype = params.grad_gate_dtype;
   norm.is_rms_norm = params.is_rms_norm;
   norm.stats_grad = params.stats_grad;
   norm.accumulate = params.accumulate;
+  GradStages& stages = call.stages;
+  stages.grad_residual = params.grad_residual;
+  stages.gate = params.gate;
+  stages.grad_input_dtype = params.x_dtype;
+  stages.grad_residual_dtype = params.grad_residual ? params.residual_dtype : params.z_dtype;
+  if (params.drops_x()) stages.dropout = params.dropout;
+  stages.epilogue = {params.activation, params.drops_y ? params.dropout : Dropout{}};
+  stages.has_load_stage = params.has_load_stage || params.gate;
+  stages.from_y = params.z_is_y;
+  call.z = {params.z, params.z_strides, params.z_dtype};
+  call.grad_output = {params.grad_output, params.grad_output_strides, params.grad_output_dtype};
+  call.grad_residual_out = {params.grad_residual_out, params.grad_residual_out_strides, params.grad_residual_out_dtype};
+  call.x = {params.x, params.x_strides, params.x_dtype};
+  call.parameters = {params.weight, params.bias, params.weight_stride,
+                     params.weight || params.bias ? params.weight_dtype : params.z_dtype};
+  call.gate = {params.gate, nullptr, params.gate_stride, params.x_dtype};
+  return call;
+}
+
+void backward(const NormBackwardParams& params, Sequence& run) {
+  if (!params.wants_rows() && !params.wants_columns()) return;
+  const DType acc_dtype = accumulation_dtype(params.x_dtype);
+  const bool is_double = acc_dtype == DType::kFloat64;
+  BackwardCall call = backward_call(params);
+  const bool is_each = has_each_kernel(call.norm) && !call.stages.dropout.philox;
+  if (!is_each && backward_at_once(call, run)) return;
+
+  Rows &z = call.z, &grad_output = call.grad_output;
   const SavedNorm saved{z,
                         params.rstd,
-                        norm.mean,
-                        norm.mean_tail,
+                        call.norm.mean,
+                        call.norm.mean_tail,
                         params.weight,
                         params.bias,
                         params.weight_dtype,
@@ -662,9 +631,7 @@ void backward(const NormBackwardParams& params, Sequence& run) {
                         params.rows,
                         params.hidden_size,
                         params.segments};
-
   if (params.z_is_y) {
-    if (backward_fused(params, norm, grad_output, FromYStage{}, run)) return;
     // Of fp16, z - mean may overflow
     const DType dtype = grad_output.dtype != z.dtype || z.dtype == DType::kFloat16 ? acc_dtype : z.dtype;
     void* centered = run.take_rows(dtype);
@@ -675,40 +642,43 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     });
     z = {centered, contiguous(params.rows, params.hidden_size), dtype};
     if (!params.is_rms_norm && params.hidden_size == 1)  // which the kernels tell from RMSNorm by the mean
-      norm.mean = norm.mean_tail = run.filled(params.rows, acc_dtype, 0);
+      call.norm.mean = call.norm.mean_tail = run.filled(params.rows, acc_dtype, 0);
+    call.stages.from_y = false;
   } else if (params.has_epilogue()) {
-    const AfterNorm epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
-    if (backward_fused(params, norm, grad_output, epilogue, run)) return;
     const DType dtype = grad_output.dtype == z.dtype ? z.dtype : acc_dtype;
     void* grad_u = run.take_rows(dtype);
     run.launch([&](cudaStream_t stream) {
       return launch_eights(is_double ? epilogue_grad_kernel<double> : epilogue_grad_kernel<float>, params.rows,
-                           params.hidden_size, 1, stream, saved, epilogue, grad_output, grad_u, dtype);
+                           params.hidden_size, 1, stream, saved, call.stages.epilogue, grad_output, grad_u, dtype);
     });
     grad_output = {grad_u, contiguous(params.rows, params.hidden_size), dtype};
+    call.stages.epilogue = {};
   }
 
+  call.parameters.bias = nullptr;
+  if (!params.weight) call.parameters.dtype = z.dtype;
   z = run.readable(z, grad_output.dtype == z.dtype && !is_double ? z.dtype : acc_dtype);
-  norm.x = z.data;
-  norm.x_strides = z.strides;
-  norm.x_dtype = z.dtype;
-  const Parameters parameters{params.weight, nullptr, params.weight_stride,
-                              params.weight ? params.weight_dtype : z.dtype};
-  const GradOfZ of_z{params.has_load_stage,
-                     {params.grad_residual_out, params.grad_residual_out_strides, params.grad_residual_out_dtype},
-                     params.grad_residual,
-                     params.residual_dtype,
-                     params.grad_input,
-                     params.x_dtype,
-                     params.drops_x() ? params.dropout : Dropout{}};
-  if (has_each_kernel(norm) && !of_z.dropout.philox)
-    return backward_each(params, norm, grad_output, parameters, of_z, run);
-  if (!params.gate) return backward_of_z(norm, grad_output, parameters, of_z, run);
-  if (backward_of_gate_fused(params, norm, grad_output, parameters, of_z, run)) return;
-  backward_of_gate(params, norm, grad_output, parameters, of_z, run);
+  call.norm.x_dtype = z.dtype;
+  if (!params.grad_residual) call.stages.grad_residual_dtype = z.dtype;
+  if (is_each) return backward_each(call, run);
+  if (params.gate) return backward_of_gate(params, call, run);
+  backward_of_z(call, run);
 }
 
 }  // namespace
+
+cudaError_t device_facts(int& device, DeviceFacts& facts) {
+  constexpr int kDevices = 64;
+  static DeviceFacts known[kDevices];
+  static std::once_flag once[kDevices];
+  static cudaError_t errors[kDevices];
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kDevices) return ask_device(device, facts);
+  std::call_once(once[device], [&] { errors[device] = ask_device(device, known[device]); });
+  facts = known[device];
+  return errors[device];
+}
 
 int64_t norm_forward_workspace_cuda(const NormForwardParams& params) {
   Sequence plan(params);

@@ -12,16 +12,20 @@ constexpr int64_t kNoKernel = -1;  // a workspace size: no kernel takes this cal
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// norm_forward.cu: the plain norm. With segments, weight of all types that dispatch_types() lists.
+// norm_forward.cu: the plain norm, by every strategy. With segments, weight of all types that dispatch_types() lists.
 int64_t forward_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream);
 
-// norm_add.cu: with a load stage, without workspace.
+// The same with a load stage, without workspace. x may be of 16 bits beside fp32 z; weight is of x's type or fp32.
 bool has_add_stage(const KernelForwardParams& params, const AddStage& stage);
 cudaError_t launch_forward(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream);
 
-// norm_after_*.cu: with an epilogue, without workspace; has_after_stage() says for what. A file for each scalar_t, as
-// these take longer to compile than any other.
+// forward_*.cu and norm_after_*.cu: rows that a group of threads or a cluster holds, of scalar_t; with a load stage, of
+// z's type; with an epilogue, without workspace: has_after_stage() says for what.
+template <typename scalar_t>
+cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream);
+template <typename scalar_t>
+cudaError_t launch_add(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream);
 template <typename scalar_t>
 cudaError_t launch_after(const KernelForwardParams& params, const AfterNorm& after, cudaStream_t stream);
 
@@ -37,25 +41,28 @@ inline bool has_after_stage(const KernelForwardParams& params) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// norm_backward.cu: the plain norm. With segments, weight of all types that dispatch_types() lists.
-int64_t backward_workspace(const KernelBackwardParams& params);
-cudaError_t launch_backward(const KernelBackwardParams& params, cudaStream_t stream);
+// backward_*.cu: the fused strategy. Sets `running` to how many partial sums it leaves at params.workspace, each
+// [grad_weight, grad_bias, with a gate grad_gate], and launches if asked to; 0: it is not for this call. By types,
+// stages, hidden_size and card, and for the plain norm by the number of rows and which gradients are wanted.
+struct FusedCall {
+  bool launches = false;
+  cudaStream_t stream = nullptr;
+  int running = 0;
+};
+template <typename scalar_t>
+cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call);
 
-// norm_add_backward.cu: with a stage, which `Stage` names: AddGradStage, GateGradStage, AfterNorm or FromYStage. By
-// types, hidden_size and card, not by the number of rows (below kFusedMaxRows), nor by which gradients are wanted, but
-// for a grad_residual that is not of z's type.
-template <typename Stage>
-int64_t backward_workspace(const KernelBackwardParams& params, const Stage& stage);  // or kNoKernel
-template <typename Stage>
-cudaError_t launch_backward(const KernelBackwardParams& params, const Stage& stage, cudaStream_t stream);
+// norm_backward.cu: every strategy. With segments, weight of all types that dispatch_types() lists. With stages by one
+// kernel, or not at all.
+int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages);  // or kNoKernel
+cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
 
-// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stage`: without dropout;
-// gate and x nullptr where forward had no gate, grad_gate too then. Beside fp32 x, grad_output, weight, gate and the
-// gate's x may be 16-bit.
+// norm_backward_each.cu: each row has a weight of its own, which is given; without workspace. `stages`: without
+// dropout, epilogue and from_y. Beside fp32 x, grad_output, weight, gate and the gate's x may be 16-bit.
 inline bool has_each_kernel(const KernelBackwardParams& params) {
   return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kHugeBackwardColumns &&
          !params.accumulate;
 }
-cudaError_t launch_backward_each(const KernelBackwardParams& params, const GateGradStage& stage, cudaStream_t stream);
+cudaError_t launch_backward_each(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -1,3 +1,3 @@
-#include "norm_after.cuh"
+#include "forward_kernel.cuh"
 
 template cudaError_t fused_layernorm::launch_after<float>(const KernelForwardParams&, const AfterNorm&, cudaStream_t);

@@ -6,10 +6,9 @@
 //
 // Two strategies (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused (backward_fused.cuh):
 // persistent blocks walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers
-// and leave one partial sum a block. Split: blocks of rows and blocks of columns side by side in one launch. Both take
-// the same steps per row in the same order with pinned rounding, so grad_input has the same bits either way. Partial
-// sums are added in a fixed order: no atomics, no dependence on timing.
-#include "backward_fused.cuh"
+// and leave one partial sum a block; the only one that has stages. Split: blocks of rows and blocks of columns side by
+// side in one launch. Both take the same steps per row in the same order with pinned rounding, so grad_input has the
+// same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on timing.
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -21,19 +20,23 @@
 namespace fused_layernorm {
 namespace {
 
-// The launch of one call, decided once: workspace size, grid and kernel arguments all follow from it.
-struct BackwardLaunch {
-  bool fused;
-  int cluster;         // fused: blocks that share a row; split: as many slices of a row, in one block
-  int depth;           // fused: stages of the ring of rows in flight
-  int blocks;          // fused: persistent blocks; split: blocks of columns in all
-  int64_t row_blocks;  // split: blocks of rows
-  int column_lanes;    // split: threads side by side along a row, in a block of columns
-  int column_tiles;    // split: blocks of columns along a row
-  int column_splits;   // split: blocks of columns along the rows, for so many rows each:
+// A launch of the split strategy, decided once: workspace size, grid and kernel arguments all follow from it. The
+// plan's numbers of threads are values, so that plans of as many vectors a thread share a kernel.
+struct SplitLaunch {
+  int threads;         // of a slice of a row: the plan's
+  int row_threads;     // of a row
+  int inverse_of_row;  // for split_quotient()
+  int inverse_of_slice;
+  int rows;            // of a block
+  int cluster;         // slices of a row, in one block: as many as blocks of the fused strategy's cluster
+  int slice;           // columns of a slice
+  int64_t row_blocks;  // blocks of rows
+  int blocks;          // blocks of columns in all
+  int column_lanes;    // threads side by side along a row, in a block of columns
+  int column_tiles;    // blocks of columns along a row
+  int column_splits;   // blocks of columns along the rows, for so many rows each:
   int64_t split_rows;
-  int slice;     // split: columns of a slice of a row
-  int partials;  // partial sums of the weight gradients to be finalized, of all segments; 0: written directly
+  int partials;  // partial sums of the weight gradients to be finalized; 0: written directly
 };
 
 // ---- split ---------------------------------------------------------------------------------------------------------
@@ -57,22 +60,82 @@ __device__ __forceinline__ void unpack_weight(acc_t (&weight)[kVec], const Raw& 
   }
 }
 
+// thread / threads for threads of a block, up to 512 of both: a true division is 20 instructions.
+constexpr int split_inverse(int threads) { return ((1 << 20) + threads - 1) / threads; }
+__device__ __forceinline__ int split_quotient(int thread, int inverse) {
+  return static_cast<int>(static_cast<unsigned>(thread) * static_cast<unsigned>(inverse) >> 20);
+}
+
+// row_sum() of reduce.cuh, of a number of threads known at run time, with the same bits: those of `warps` warps. Called
+// by all threads of the `group`-th row of a block.
+template <typename T>
+__device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch, const SplitLaunch& launch, int rank,
+                                                 int group) {
+  if (launch.row_threads == 32) return row_sum<RowThreads<32, 1>>(value, scratch);
+  if (launch.row_threads == 16) return row_sum<RowThreads<16, 1>>(value, scratch);
+  if (launch.row_threads == 8) return row_sum<RowThreads<8, 1>>(value, scratch);
+  const int warps = launch.row_threads / 32, lane = threadIdx.x % 32;
+  scratch += group * warps;
+  const T half = lanes_half_sum<RowThreads<32, 1>, 32>(value);
+  if (lane % 16 == 0) reinterpret_cast<T*>(scratch + rank / 32)[lane / 16] = half;
+  // Numbers of barriers are constants (RowThreads::barrier)
+  if (launch.rows == 1) {
+    __syncthreads();
+  } else if (group == 0) {
+    asm volatile("bar.sync 1, %0;" ::"r"(launch.row_threads) : "memory");
+  } else if (group == 1) {
+    asm volatile("bar.sync 2, %0;" ::"r"(launch.row_threads) : "memory");
+  } else if (group == 2) {
+    asm volatile("bar.sync 3, %0;" ::"r"(launch.row_threads) : "memory");
+  } else {
+    asm volatile("bar.sync 4, %0;" ::"r"(launch.row_threads) : "memory");
+  }
+  if (launch.row_threads > launch.threads) {  // as a cluster adds them up
+    using Lanes = RowThreads<32, 1>;
+    const Pair<T> sum = lane % 16 < warps ? scratch[lane % 16] : Pair<T>{0, 0};
+    return {Lanes::lanes_sum<16>(sum.first), Lanes::lanes_sum<16>(sum.second)};
+  }
+  constexpr int kStrands = 4;  // as sum_of_warps()
+  Pair<T> sums[kStrands] = {};
+#pragma unroll
+  for (int strand = 0; strand < kStrands; ++strand)
+    if (strand < warps) sums[strand] = scratch[strand];
+#pragma unroll 1
+  for (int warp = kStrands; warp < warps; warp += kStrands) {
+#pragma unroll
+    for (int strand = 0; strand < kStrands; ++strand) {
+      if (warp + strand >= warps) continue;
+      const Pair<T> here = scratch[warp + strand];
+      sums[strand] = {sums[strand].first + here.first, sums[strand].second + here.second};
+    }
+  }
+#pragma unroll
+  for (int strand = 1; strand < kStrands; ++strand) {
+    if (strand >= warps) continue;
+    sums[0].first += sums[strand].first;
+    sums[0].second += sums[strand].second;
+  }
+  return sums[0];
+}
+
 // grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
-// the row in a cluster of blocks, as many times the threads do what these would.
-template <typename scalar_t, typename Plan>
+// the row in a cluster of blocks, as many times the threads do what these would. `rank`: the thread's among those of
+// the row, the block's `group`-th.
+template <typename scalar_t, int kVecs, int kVec>
 __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
-                                                const BackwardLaunch& launch, acc_type<scalar_t> inverse_n,
-                                                Pair<acc_type<scalar_t>>* scratch) {
+                                                const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
+                                                Pair<acc_type<scalar_t>>* scratch, int rank, int group) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
-  using Row = RowThreads<kSplitRowThreads<Plan>, kSplitThreads<Plan> / kSplitRowThreads<Plan>>;
-  const int64_t first_col = Row::rank() / kThreads * launch.slice;
+  const int step = launch.threads * kVec, tile_columns = step * kVecs;
+  const int of_slice = launch.row_threads > launch.threads ? split_quotient(rank, launch.inverse_of_slice) : 0;
+  const int64_t first_col = static_cast<int64_t>(of_slice) * launch.slice;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
   const scalar_t* grad_row =
       static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
-  const int own = Row::rank() % kThreads * kVec;
+  const int own = (rank - of_slice * launch.threads) * kVec;
   const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be 0 or less
-  const int last_tile = launch.cluster > 1 ? 0 : (elements - 1) / kTile * kTile;
+  const int last_tile =
+      launch.cluster > 1 || elements <= tile_columns ? 0 : (elements - 1) / tile_columns * tile_columns;
   const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
 
   // weight, too, on its way with the first loads, where there are registers for it: of x's type, or fp32 beside 16-bit
@@ -85,7 +148,7 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   const auto load = [&](int tile) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * kThreads * kVec + own;
+      const int col = tile + v * step + own;
       x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, elements - col);
       grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, elements - col);
       if (is_wide) {
@@ -116,11 +179,11 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   Pair<acc_t> sums{0, 0};
   acc_t x[kVec], grad[kVec], weight[kVec];
 #pragma unroll 1
-  for (int tile = 0; tile <= last_tile; tile += kTile) {
+  for (int tile = 0; tile <= last_tile; tile += tile_columns) {
     load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * kThreads * kVec + own;
+      const int col = tile + v * step + own;
       if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
@@ -128,26 +191,18 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
       add_to_row(sums, stats, x, grad, weight);
     }
   }
-  if constexpr (Row::kThreadsOfRow > kThreads) {
-    scratch += Row::group() * Row::kWarps;
-    const acc_t half = lanes_half_sum<Row, 32>(sums);
-    if (threadIdx.x % 16 == 0) reinterpret_cast<acc_t*>(scratch + Row::warp())[threadIdx.x % 32 / 16] = half;
-    Row::barrier();
-    sums = sum_of_cluster<Row::kWarps>(scratch);
-  } else {
-    sums = row_sum<Row>(sums, scratch);
-  }
+  sums = split_row_sum(sums, scratch, launch, rank, group);
   const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 
   forget(x_raw);
   forget(grad_raw);
   scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
+  for (int tile = last_tile; tile >= 0; tile -= tile_columns) {  // backwards: the last tile is still in registers
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * kThreads * kVec + own;
+      const int col = tile + v * step + own;
       if (col >= elements) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
@@ -163,7 +218,7 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
 // two, along a row and kBlock / column_lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec
 // sums.
 template <typename scalar_t, int kVec, int kBlock>
-__device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const BackwardLaunch& launch,
+__device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const SplitLaunch& launch,
                                                     acc_type<scalar_t>* scratch) {
   using acc_t = acc_type<scalar_t>;
   const int lanes = launch.column_lanes, splits = launch.column_splits, thread = static_cast<int>(threadIdx.x);
@@ -227,28 +282,27 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
   }
 }
 
-template <typename scalar_t, typename Plan>
-__global__ void __launch_bounds__(kSplitThreads<Plan>, kSplitBlocksPerSm<Plan>)
-    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params, const BackwardLaunch launch,
-                               acc_type<scalar_t> inverse_n) {
+template <typename scalar_t, int kVecs, int kVec, int kBlock>
+__global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
+    norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params,
+                               const __grid_constant__ SplitLaunch launch, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kBlock = kSplitThreads<Plan>;
-  constexpr int kRows = kBlock / kSplitRowThreads<Plan>;
-  using Row = RowThreads<kSplitRowThreads<Plan>, kRows>;
   __shared__ union {
-    Pair<acc_t> rows[kRows * Row::kWarps];
-    acc_t columns[2 * kBlock * Plan::kVec];
+    Pair<acc_t> rows[kBlock / 32];
+    acc_t columns[2 * kBlock * kVec];
   } scratch;
   wait_for_previous_kernel();
 
   // Columns first: they take longest, and rows fill the gaps they leave
   const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
   if (block < 0) {
-    backward_of_columns<scalar_t, Plan::kVec, kBlock>(params, launch, scratch.columns);
+    backward_of_columns<scalar_t, kVec, kBlock>(params, launch, scratch.columns);
   } else {
-    const int64_t row = block * kRows + Row::group();
-    if (Row::group() >= kRows || row >= params.rows) return;  // 96 threads a row leave some without one
-    backward_of_row<scalar_t, Plan>(params, row, launch, inverse_n, scratch.rows);
+    const int group = split_quotient(static_cast<int>(threadIdx.x), launch.inverse_of_row);
+    const int rank = static_cast<int>(threadIdx.x) - group * launch.row_threads;
+    const int64_t row = block * launch.rows + group;
+    if (group >= launch.rows || row >= params.rows) return;  // 96 threads a row leave some without one
+    backward_of_row<scalar_t, kVecs, kVec>(params, row, launch, inverse_n, scratch.rows, rank, group);
   }
 }
 
@@ -281,18 +335,19 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
   if (threadIdx.y > 0 || column >= params.hidden_size) return;
 #pragma unroll
   for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
-  store_gradient(params, gradient, dtype, blockIdx.z * params.hidden_size + column, sum);
+  const int64_t at = blockIdx.z * params.hidden_size + column;
+  if (which == 2) return store_as(gradient, dtype, at, sum);  // `accumulate` is not for it
+  store_gradient(params, gradient, dtype, at, sum);
 }
 
 template <typename T>
-cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int partials, cudaStream_t stream) {
+cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream) {
   const int segments = std::max(params.segments, 1);
   partials /= segments;
   const auto launch = [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const OverlappedLaunch sum(
-        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns),
-             params.grad_gate ? 3 : 2, segments),
+        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), sums, segments),
         dim3(kFinalizeColumns, kRows), stream);
     return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
   };
@@ -303,38 +358,19 @@ cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int pa
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 template <typename scalar_t, typename Plan>
-cudaError_t plan_launch(const KernelBackwardParams& params, int device, const DeviceFacts& facts,
-                        BackwardLaunch& launch) {
+SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
+  SplitLaunch launch{};
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  const bool wants_columns = params.grad_weight || params.grad_bias;
-  if constexpr (sizeof(scalar_t) < 8) {
-    // Rows longer than a block holds go to a cluster, whatever the number of rows: the sums of a row have one order
-    const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
-    const bool fits = vec_count <= static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs;
-    const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
-    if (fits && params.grad_input && params.rows <= kFusedMaxRows &&
-        (params.segments > 1 ? cluster > 1 || !Plan::kClusters
-         : Plan::kClusters   ? cluster > 1 && !(small && kSplitClusters<Plan>)
-                             : wants_columns && !small)) {
-      Residence residence;
-      const cudaError_t error = residence_of<scalar_t, Plan, NotFused>(device, facts, cluster, residence);
-      if (error != cudaSuccess) return error;
-      if (residence.clusters > 0) {
-        const int running = running_clusters<Plan>(params, residence);
-        launch.fused = true;
-        launch.cluster = cluster;
-        launch.depth = residence.depth;
-        launch.blocks = running * cluster;
-        launch.partials = wants_columns ? running : 0;
-        return cudaSuccess;
-      }
-    }
-  }
-  constexpr int kRows = kSplitThreads<Plan> / kSplitRowThreads<Plan>;
-  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, facts.max_cluster) : 1;
+  launch.threads = Plan::kThreads;
+  launch.row_threads = kSplitRowThreads<Plan>;
+  launch.inverse_of_row = split_inverse(launch.row_threads);
+  launch.inverse_of_slice = split_inverse(launch.threads);
+  launch.rows = kSplitThreads<Plan> / launch.row_threads;
+  static_assert(kSplitRowThreads<Plan> <= 32 || kSplitThreads<Plan> / kSplitRowThreads<Plan> <= 4, "split_row_sum()");
+  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, max_cluster) : 1;
   launch.slice = static_cast<int>((vec_count + launch.cluster - 1) / launch.cluster * Plan::kVec);
-  if (params.grad_input) launch.row_blocks = (params.rows + kRows - 1) / kRows;
-  if (wants_columns) {
+  if (params.grad_input) launch.row_blocks = (params.rows + launch.rows - 1) / launch.rows;
+  if (params.grad_weight || params.grad_bias) {
     launch.column_lanes = kSplitThreads<Plan>;
     while (launch.column_lanes > kColumnLanes<Plan::kVec> && kSplitThreads<Plan> / launch.column_lanes < params.rows)
       launch.column_lanes /= 2;
@@ -348,11 +384,12 @@ cudaError_t plan_launch(const KernelBackwardParams& params, int device, const De
     launch.blocks = static_cast<int>(launch.column_tiles * splits);
     launch.partials = splits > 1 ? static_cast<int>(splits) : 0;
   }
-  return cudaSuccess;
+  return launch;
 }
 
+// Calls f(types, plan, launch).
 template <typename F>
-cudaError_t dispatch_backward(const KernelBackwardParams& params, F&& f) {
+cudaError_t dispatch_split(const KernelBackwardParams& params, F&& f) {
   int device = 0;
   DeviceFacts facts;
   const cudaError_t error = device_facts(device, facts);
@@ -360,93 +397,109 @@ cudaError_t dispatch_backward(const KernelBackwardParams& params, F&& f) {
   return dispatch_type(params.x_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     return dispatch_rows<BackwardLadder<scalar_t>, RaggedBackwardLadder<scalar_t>, scalar_t>(
-        params.hidden_size, facts.max_cluster, [&](auto plan) {
-          BackwardLaunch launch{};
-          const cudaError_t error = plan_launch<scalar_t, decltype(plan)>(params, device, facts, launch);
-          return error == cudaSuccess ? f(types, plan, launch) : error;
-        });
+        params.hidden_size, facts.max_cluster,
+        [&](auto plan) { return f(types, plan, split_launch<scalar_t, decltype(plan)>(params, facts.max_cluster)); });
   });
 }
 
-// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
-bool goes_by_segments(const KernelBackwardParams& params) {
-  if (params.segments <= 1) return false;
-  bool fused = false;
-  if (!is_huge_backward(params) && params.segments <= kMaxFusedSegments) {
-    dispatch_backward(params, [&](auto, auto, const BackwardLaunch& launch) {
-      fused = launch.fused;
-      return cudaSuccess;
-    });
+cudaError_t call_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call) {
+  switch (params.x_dtype) {
+    case DType::kFloat16: return backward_fused<__half>(params, stages, call);
+    case DType::kBFloat16: return backward_fused<__nv_bfloat16>(params, stages, call);
+    case DType::kFloat32: return backward_fused<float>(params, stages, call);
+    default: return cudaSuccess;
   }
-  return !fused;
+}
+
+// How many partial sums the fused strategy leaves, before any launch; 0: it is not for this call.
+int fused_partials(const KernelBackwardParams& params, const GradStages& stages) {
+  FusedCall call;
+  return call_fused(params, stages, call) == cudaSuccess ? call.running : 0;
+}
+
+// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
+bool goes_by_segments(const KernelBackwardParams& params, const GradStages& stages) {
+  return params.segments > 1 && (is_huge_backward(params) || fused_partials(params, stages) == 0);
+}
+
+bool wants_columns(const KernelBackwardParams& params) {
+  return params.grad_weight || params.grad_bias || params.grad_gate;
+}
+
+cudaError_t launch_split(const KernelBackwardParams& params, cudaStream_t stream) {
+  return dispatch_split(params, [&](auto types, auto plan, const SplitLaunch& launch) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    using acc_t = acc_type<scalar_t>;
+    using Plan = decltype(plan);
+    const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
+                                 dim3(kSplitThreads<Plan>), stream);
+    const auto kernel = norm_backward_split_kernel<scalar_t, Plan::kVecs, Plan::kVec, kSplitThreads<Plan>>;
+    const cudaError_t error =
+        cudaLaunchKernelEx(&split.config, kernel, params, launch, inverse_of<acc_t>(params.hidden_size));
+    if (error != cudaSuccess || launch.partials == 0) return error;
+    return finalize_weight_gradients<acc_t>(params, launch.partials, 2, stream);
+  });
+}
+
+// More rows than a grid has blocks, by the split strategy, columns first.
+cudaError_t launch_many_rows(const KernelBackwardParams& params, cudaStream_t stream) {
+  KernelBackwardParams columns = params;
+  columns.grad_input = nullptr;
+  cudaError_t error = cudaSuccess;
+  if (wants_columns(params)) error = launch_split(columns, stream);
+  for (int64_t first = 0; first < params.rows && error == cudaSuccess; first += kMaxRowsOfLaunch) {
+    KernelBackwardParams rows = part_of(params, first, std::min(kMaxRowsOfLaunch, params.rows - first));
+    rows.grad_weight = rows.grad_bias = nullptr;
+    error = launch_split(rows, stream);
+  }
+  return error;
 }
 
 }  // namespace
 
-cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, cudaStream_t stream) {
-  return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, stream)
-                                           : finalize_weight_gradients<float>(params, partials, stream);
+cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream) {
+  return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, sums, stream)
+                                           : finalize_weight_gradients<float>(params, partials, sums, stream);
 }
 
-int64_t backward_workspace(const KernelBackwardParams& params) {
-  if (goes_by_segments(params)) return backward_workspace(segment_of_rows(params, 0));
+int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages) {
+  const int sums = stages.gate ? 3 : 2;
+  const auto bytes_of = [&](int partials) {
+    return partials * sums * params.hidden_size * dtype_bytes(accumulation_dtype(params.x_dtype));
+  };
+  if (stages.any()) {
+    const int partials = fused_partials(params, stages);
+    return partials == 0 ? kNoKernel : wants_columns(params) ? bytes_of(partials) : 0;
+  }
+  if (goes_by_segments(params, stages)) return backward_workspace(segment_of_rows(params, 0), stages);
   if (is_huge_backward(params)) return backward_huge_workspace(params);
-  int64_t bytes = 0;
-  dispatch_backward(params, [&](auto types, auto, const BackwardLaunch& launch) {
-    using acc_t = acc_type<typename decltype(types)::scalar_t>;
-    bytes = static_cast<int64_t>(launch.partials) * 2 * params.hidden_size * static_cast<int64_t>(sizeof(acc_t));
+  if (const int partials = fused_partials(params, stages)) return wants_columns(params) ? bytes_of(partials) : 0;
+  int partials = 0;
+  dispatch_split(params, [&](auto, auto, const SplitLaunch& launch) {
+    partials = launch.partials;
     return cudaSuccess;
   });
-  return bytes;
+  return bytes_of(partials);
 }
 
-cudaError_t launch_backward(const KernelBackwardParams& params, cudaStream_t stream) {
-  if (goes_by_segments(params)) {
-    for (int segment = 0; segment < params.segments; ++segment) {
-      const cudaError_t launched = launch_backward(segment_of_rows(params, segment), stream);
-      if (launched != cudaSuccess) return launched;
-    }
-    return cudaSuccess;
-  }
-  if (is_huge_backward(params)) return launch_backward_huge(params, stream);
-  if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) {  // the split strategy, columns first
-    KernelBackwardParams columns = params;
-    columns.grad_input = nullptr;
-    cudaError_t error = cudaSuccess;
-    if (params.grad_weight || params.grad_bias) error = launch_backward(columns, stream);
-    for (int64_t first = 0; first < params.rows && error == cudaSuccess; first += kMaxRowsOfLaunch) {
-      KernelBackwardParams rows = part_of(params, first, std::min(kMaxRowsOfLaunch, params.rows - first));
-      rows.grad_weight = rows.grad_bias = nullptr;
-      error = launch_backward(rows, stream);
-    }
-    return error;
-  }
-  return dispatch_backward(params, [&](auto types, auto plan, const BackwardLaunch& launch) {
-    using scalar_t = typename decltype(types)::scalar_t;
-    using acc_t = acc_type<scalar_t>;
-    using Plan = decltype(plan);
-    const acc_t inverse_n = inverse_of<acc_t>(params.hidden_size);
-    if constexpr (sizeof(scalar_t) < 8) {
-      if (launch.fused) {
-        const ClusterLaunch persistent(launch.blocks, kFusedThreads<Plan>,
-                                       launch.depth * RowRing<scalar_t, Plan, NotFused>::kStageBytes, launch.cluster,
-                                       stream);
-        const cudaError_t error =
-            cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, Plan, NotFused>, params,
-                               inverse_n, launch.depth, NotFused{});
-        if (error != cudaSuccess) return error;
+cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream) {
+  if (!stages.any()) {
+    if (goes_by_segments(params, stages)) {
+      for (int segment = 0; segment < params.segments; ++segment) {
+        const cudaError_t launched = launch_backward(segment_of_rows(params, segment), stages, stream);
+        if (launched != cudaSuccess) return launched;
       }
+      return cudaSuccess;
     }
-    if (!launch.fused) {
-      const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
-                                   dim3(kSplitThreads<Plan>), stream);
-      const cudaError_t error =
-          cudaLaunchKernelEx(&split.config, norm_backward_split_kernel<scalar_t, Plan>, params, launch, inverse_n);
-      if (error != cudaSuccess) return error;
-    }
-    if (launch.partials == 0) return cudaSuccess;
-    return finalize_weight_gradients<acc_t>(params, launch.partials, stream);
-  });
+    if (is_huge_backward(params)) return launch_backward_huge(params, stream);
+    if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) return launch_many_rows(params, stream);
+  }
+  FusedCall call{true, stream};
+  const cudaError_t error = call_fused(params, stages, call);
+  if (error != cudaSuccess) return error;
+  if (call.running == 0) return stages.any() ? cudaErrorNotSupported : launch_split(params, stream);
+  if (!wants_columns(params)) return cudaSuccess;
+  return launch_backward_finalize(params, call.running, stages.gate ? 3 : 2, stream);
 }
 
 }  // namespace fused_layernorm

@@ -1,5 +1,5 @@
 // Backward where each row has a weight of its own: modulation by token. Nothing is summed over rows, so that one pass
-// over each row does all, in one kernel with what is fused (AddGradStage, GateGradStage); what of it there is, and the
+// over each row does all, in one kernel with what is fused (GradStages); what of it there is, and the
 // types beside x's, are asked at run time: memory leaves time for it.
 //
 //   grad_weight = grad_output * x_hat     grad_bias = grad_output     the gradient of x, or z, as in norm_backward.cu
@@ -52,7 +52,7 @@ struct LoadedVec {
 template <typename scalar_t, typename Plan, bool kSame>
 __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan>(kSame, sizeof(scalar_t)))
     norm_backward_each_kernel(const __grid_constant__ KernelBackwardParams params,
-                              const __grid_constant__ GateGradStage stage, acc_type<scalar_t> inverse_n) {
+                              const __grid_constant__ GradStages stage, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan
 
 }  // namespace
 
-cudaError_t launch_backward_each(const KernelBackwardParams& params, const GateGradStage& stage, cudaStream_t stream) {
+cudaError_t launch_backward_each(const KernelBackwardParams& params, const GradStages& stage, cudaStream_t stream) {
   bool is_same = true;
   const auto look_at = [&](const void* tensor, DType dtype) { is_same &= !tensor || dtype == params.x_dtype; };
   look_at(params.weight, params.weight_dtype);

@@ -3,16 +3,13 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// Each row is in the registers of a group of threads, or of a cluster (forward_kernel.cuh). How the statistics are put
-// together is said in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu), or shared by the
-// whole card (norm_huge.cu).
-#include "dispatch.cuh"
-#include "forward_kernel.cuh"
+// Each row is in the registers of a group of threads, or of a cluster (forward_kernel.cuh, forward_*.cu). How the
+// statistics are put together is said in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu),
+// or shared by the whole card (norm_huge.cu).
 #include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
 #include "launchers.h"
-#include "vector_io.cuh"
 
 namespace fused_layernorm {
 
@@ -22,10 +19,6 @@ int64_t forward_workspace(const KernelForwardParams& params) {
 }
 
 cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream) {
-  int device = 0;
-  DeviceFacts facts;
-  const cudaError_t error = device_facts(device, facts);
-  if (error != cudaSuccess) return error;
   if (params.rows >= 2 * kMaxRowsOfLaunch) {
     for (int64_t first = 0; first < params.rows; first += kMaxRowsOfLaunch) {
       const int64_t rows = std::min(kMaxRowsOfLaunch, params.rows - first);
@@ -49,41 +42,28 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;
   }
-  return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
-    using scalar_t = typename decltype(types)::scalar_t;
-    using weight_t = typename decltype(types)::weight_t;
-    const auto launch_plan = [&](auto plan) {
-      using Plan = decltype(plan);
-      [[maybe_unused]] constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-      const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
-      if constexpr (kMayBeEager<scalar_t, Plan>) {
-        using Plain = PlainForwardParams<scalar_t, int>;
-        const int64_t blocks = (params.rows + kRows - 1) / kRows;
-        if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
-          const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-          return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, weight_t, Plan, true, NotFused>,
-                                    Plain(params), inverse_n, NotFused{});
-        }
-      }
-      const auto kernel = norm_forward_kernel<scalar_t, weight_t, Plan, false, NotFused>;
-      int cluster = 1;
-      if constexpr (Plan::kClusters) {
-        static OncePerDevice allowed;
-        const cudaError_t error = allowed.run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
-        if (error != cudaSuccess) return error;
-        cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
-      }
-      KernelForwardParams told = params;
-      const ClusterLaunch launch(forward_blocks<scalar_t, weight_t, Plan, NotFused>(told) * cluster,
-                                 kForwardThreads<Plan>, 0, cluster, stream);
-      if (kIsStaged<scalar_t, Plan>)
-        told.x_end =
-            static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
-      return cudaLaunchKernelEx(&launch.config, kernel, told, inverse_n, NotFused{});
-    };
-    return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
-        params.hidden_size, facts.max_cluster, launch_plan);
-  });
+  switch (params.x_dtype) {
+    case DType::kFloat16: return launch_rows<__half>(params, stream);
+    case DType::kBFloat16: return launch_rows<__nv_bfloat16>(params, stream);
+    case DType::kFloat32: return launch_rows<float>(params, stream);
+    case DType::kFloat64: return launch_rows<double>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+bool has_add_stage(const KernelForwardParams& params, const AddStage& stage) {
+  const DType x = params.x_dtype, z = stage.residual_out_dtype;
+  return has_fused_plan(params, z) && x != DType::kFloat64 && (z == x || z == DType::kFloat32) &&
+         (!stage.residual || stage.residual_dtype == z) && !(stage.gate && stage.dropout.philox);
+}
+
+cudaError_t launch_forward(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream) {
+  if (!has_add_stage(params, stage)) return cudaErrorNotSupported;
+  switch (stage.residual_out_dtype) {
+    case DType::kFloat16: return launch_add<__half>(params, stage, stream);
+    case DType::kBFloat16: return launch_add<__nv_bfloat16>(params, stage, stream);
+    default: return launch_add<float>(params, stage, stream);
+  }
 }
 
 }  // namespace fused_layernorm

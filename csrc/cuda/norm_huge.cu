@@ -514,7 +514,7 @@ cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_
     error = cudaLaunchKernelEx(&gradients.config, kernel, params, slices, launch.column_tiles, launch.column_blocks,
                                static_cast<int>(launch.rows_per_group), partials, inverse_n);
     if (error != cudaSuccess || launch.partials == 0) return error;
-    return launch_backward_finalize(rest, launch.partials, stream);
+    return launch_backward_finalize(rest, launch.partials, 2, stream);
   });
 }
 

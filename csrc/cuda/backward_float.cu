@@ -1,0 +1,2 @@
+#include "backward_fused.cuh"
+template cudaError_t fused_layernorm::backward_fused<float>(const KernelBackwardParams&, const GradStages&, FusedCall&);

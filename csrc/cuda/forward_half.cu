@@ -1,0 +1,6 @@
+#include "forward_kernel.cuh"
+
+namespace fused_layernorm {
+template cudaError_t launch_rows<__half>(const KernelForwardParams&, cudaStream_t);
+template cudaError_t launch_add<__half>(const KernelForwardParams&, const AddStage&, cudaStream_t);
+}  // namespace fused_layernorm

@@ -1,0 +1,539 @@
+// What moves under the fused backward kernels: the rows of x and of the gradients through a ring of slots in shared
+// memory, and the sums of a row between the warps and blocks that share it.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+
+#include "add_rows.cuh"
+#include "backward_rows.cuh"
+#include "kernel_params.h"
+#include "launch_plan.h"
+#include "pace.cuh"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// Whether threads have registers for shared addresses, which are recomputed for each row otherwise: about 20
+// instructions a row, of 600 with 16 elements a thread.
+template <typename Plan>
+constexpr bool kHasRoom = Plan::kOneBehind && Plan::kVecs * Plan::kVec <= 16;
+
+// The straight-line code of a fused kernel that a call takes: one uniform branch a launch.
+enum class Path { kPlain, kLoad, kFromY, kGate, kEpilogue };
+
+// A path as the code for it reads it. grad: the type of grad_output, grad_input, gate and what the gate multiplies:
+// scalar_t, or a 16-bit type beside fp32 z.
+template <typename grad, Path path>
+struct Work {
+  using grad_t = grad;
+  static constexpr bool kIsPlain = path == Path::kPlain;
+  static constexpr bool kFromY = path == Path::kFromY;
+  static constexpr bool kHasGate = path == Path::kGate;
+  static constexpr bool kHasEpilogue = path == Path::kEpilogue;
+  static constexpr bool kAlwaysAdds = path == Path::kLoad || path == Path::kGate;
+  static constexpr bool kMayAdd = kAlwaysAdds || kHasEpilogue;  // a load stage; with an epilogue known at run time
+  static constexpr bool kNeedsBias = kFromY || kHasEpilogue;
+  static constexpr int kTensors = kHasGate  ? 4
+                                  : kMayAdd ? 3
+                                            : 2;  // at most: x, grad_output, grad_residual_out, gate's x
+};
+
+// What a fused kernel is passed beside the norm itself.
+struct FusedArguments {
+  GradStages stages;
+  int depth;       // slots of the ring
+  int slot_bytes;  // RowRing::slot_bytes() of the call's path
+  float inverse_n;
+  // Of an epilogue: what weight and bias are multiplied by so that the norm comes as slope() wants it, and what sums
+  // along the row, wdy and sums along the columns are then multiplied by.
+  float norm_scale, sum_factor, wdy_factor, column_factor;
+};
+
+// The columns that a block works on: all, or a slice where a cluster shares the row; and which rows: all, or those of a
+// segment.
+struct Slice {
+  int blocks, rank;         // of the cluster
+  int64_t first_col;        // a multiple of the vector
+  int elements;             // may be 0 in the last blocks
+  int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
+  int end_row;
+  int segment;              // of the rows, where they have several
+  int64_t first_parameter;  // where weight and bias of these columns begin
+
+  // In whole sets of `set` vectors, so that tensors of a narrower type are made of 16 bytes too.
+  template <typename Plan>
+  __device__ static Slice of(const KernelBackwardParams& params, int set) {
+    Slice slice;
+    slice.blocks = Plan::kClusters ? cluster_size() : 1;
+    slice.rank = Plan::kClusters ? cluster_rank() : 0;
+    const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
+    const int64_t most = (vecs + slice.blocks * set - 1) / (slice.blocks * set) * (set * Plan::kVec);
+    slice.first_col = slice.rank * most;
+    slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
+    const int cluster = static_cast<int>(blockIdx.x) / slice.blocks;
+    const int clusters = static_cast<int>(gridDim.x) / slice.blocks;
+    slice.first_row = cluster * Plan::kRows;
+    slice.row_step = clusters * Plan::kRows;
+    slice.end_row = static_cast<int>(params.rows);
+    slice.segment = 0;
+    slice.first_parameter = slice.first_col;
+    if (params.segments > 1) {
+      const int clusters_each = clusters / params.segments;
+      const int rows_each = static_cast<int>(params.rows) / params.segments;
+      slice.segment = cluster / clusters_each;
+      slice.first_row = slice.segment * rows_each + (cluster - slice.segment * clusters_each) * Plan::kRows;
+      slice.row_step = clusters_each * Plan::kRows;
+      slice.end_row = (slice.segment + 1) * rows_each;
+      slice.first_parameter += slice.segment * params.weight_stride;
+    }
+    return slice;
+  }
+};
+
+// The shared memory of a ring beside its slots; the same for every path.
+constexpr int kMaxDepth = 4;
+template <typename scalar_t, typename Plan>
+struct RingBarriers {
+  uint64_t full[kMaxDepth], empty[kMaxDepth];
+  uint4 entries[kMaxDepth][Plan::kRows];  // RowRing::Entry
+  float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][Plan::kRows];
+  unsigned more_entries[2][kMaxDepth][Plan::kRows];  // of grad_residual_out, and of what the gate multiplies
+  uint4 zeros;
+
+  static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a slot's full barrier to its empty one
+
+  // By one thread; ready to use after the next barrier of the block.
+  __device__ void init() {
+    const unsigned first = shared_address(full);
+    zeros = {0, 0, 0, 0};
+    for (int i = 0; i < kMaxDepth; ++i) {
+      init_barrier(first + 8 * i, kWarpArrivals);
+      init_barrier(first + kEmpty + 8 * i, Plan::kThreads * Plan::kRows / 32 * kWarpArrivals);
+    }
+    fence_barrier_init();
+  }
+};
+
+#if __CUDA_ARCH__ >= 900
+constexpr bool kBulk = true;  // the copy engine fills the ring
+#else
+constexpr bool kBulk = false;
+#endif
+
+// Rows of x, grad_output and what a path reads beside them, on their way from memory to the threads of a persistent
+// block, some iterations ahead of their use: a ring of slots in shared memory, each with the rows of one iteration.
+// From sm_90 on a producer warp has the copy engine fetch the aligned 16 bytes that cover each row; else each thread
+// copies the vectors that it will read.
+//
+// A row keeps its address modulo 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu: 673 MB
+// for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
+template <typename scalar_t, typename Plan, typename Work>
+struct RowRing {
+  using grad_t = typename Work::grad_t;
+  using Barriers = RingBarriers<scalar_t, Plan>;
+  static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
+  static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
+  static constexpr bool kAligned = kVecBytes % 8 == 0;  // rows are made of whole 16 bytes
+  // Bytes of a row, its address modulo 128 and an overhang included
+  static constexpr int pitch_of(int tensor) {
+    return kThreads * kVecs * kVec * static_cast<int>(tensor % 2 == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 128;
+  }
+  static constexpr int start_of(int tensor) {  // within a slot
+    return kRows * ((tensor + 1) / 2 * pitch_of(0) + tensor / 2 * pitch_of(1));
+  }
+  static constexpr int slot_bytes_of(int tensors) { return start_of(tensors - 1) + kRows * pitch_of(tensors - 1); }
+  // Lanes of the producer warp that share the work of a row, one a tensor, and rows that it requests at once
+  static constexpr int kRowLanes = Work::kMayAdd ? 4 : 2;
+  static constexpr int kRowsAtOnce = 32 / kRowLanes;
+  // Of a row in the ring: the shared addresses of its tensors, and its statistics.
+  struct Entry {
+    unsigned x, grad;
+    float rstd, mean;
+    unsigned residual, gated;
+  };
+
+  unsigned memory, barriers;  // shared addresses
+  static constexpr unsigned kEmpty = Barriers::kEmpty;
+  int depth, slot_bytes, elements, end_row, slot = 0;
+  unsigned parity = 0;
+
+  __device__ unsigned full() const { return barriers + static_cast<unsigned>(offsetof(Barriers, full)); }
+  __device__ unsigned entries() const { return barriers + static_cast<unsigned>(offsetof(Barriers, entries)); }
+  __device__ unsigned mean_tails() const { return barriers + static_cast<unsigned>(offsetof(Barriers, mean_tails)); }
+  __device__ unsigned more_entries() const {
+    return barriers + static_cast<unsigned>(offsetof(Barriers, more_entries));
+  }
+  __device__ unsigned zeros() const { return barriers + static_cast<unsigned>(offsetof(Barriers, zeros)); }
+
+  __device__ RowRing(void* memory, Barriers& barriers, const Slice& slice, const FusedArguments& arguments)
+      : memory(shared_address(memory)),
+        barriers(shared_address(&barriers)),
+        depth(arguments.depth),
+        slot_bytes(Work::kHasEpilogue ? arguments.slot_bytes : slot_bytes_of(Work::kTensors)),
+        elements(slice.elements),
+        end_row(slice.end_row) {
+    if (kHasRoom<Plan>) asm volatile("" : "+r"(this->barriers));
+  }
+
+  __device__ unsigned start(int of_slot, int tensor) const { return memory + of_slot * slot_bytes + start_of(tensor); }
+  __device__ int slot_before() const { return slot == 0 ? depth - 1 : slot - 1; }
+  __device__ void next_slot() {
+    if (++slot == depth) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+
+  // Tensor `tensor` (0 to 3) of the call as the producer reads it; data is nullptr where it is not there.
+  struct Source {
+    const char* data;
+    RowStrides strides;
+    int element_bytes;
+  };
+  __device__ static Source source_of(const KernelBackwardParams& params, const GradStages& stages, int tensor) {
+    const bool is_x = tensor == 0;
+    Source source{static_cast<const char*>(is_x ? params.x : params.grad_output),
+                  is_x ? params.x_strides : params.grad_output_strides, static_cast<int>(sizeof(scalar_t))};
+    if constexpr (Work::kMayAdd) {
+      if (tensor % 2 == 1) source.element_bytes = static_cast<int>(sizeof(grad_t));
+      if (tensor >= 2) source.data = nullptr;
+      if (tensor == 2) {
+        source.strides = stages.grad_residual_out_strides;
+        source.data = static_cast<const char*>(stages.grad_residual_out);
+      }
+      if constexpr (Work::kHasGate) {
+        if (tensor == 3) {
+          source.strides = stages.x_strides;
+          source.data = static_cast<const char*>(stages.x);
+        }
+      }
+    }
+    return source;
+  }
+
+  // The task of a producer warp: slot after slot, as the consumers release it, for the block's rows from `first_row`
+  // on, of `iterations` iterations. Each lane has its copies: one lane alone would take longer to compute the addresses
+  // of short rows than these to arrive.
+  __device__ void produce(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
+                          int first_row, int iterations) {
+    if constexpr (kBulk) {
+      const int lane = threadIdx.x % 32;
+      const int tensor = lane % kRowLanes;
+      const bool for_x = tensor == 0;
+      const Source source = source_of(params, stages, tensor);
+      const bool requests = !Work::kMayAdd || source.data;
+      const unsigned row_bytes = static_cast<unsigned>(elements) * static_cast<unsigned>(source.element_bytes);
+      const char* data = source.data + slice.first_col * static_cast<int64_t>(source.element_bytes);
+      const auto row_at = [&](int row) {
+        return data + source.strides.offset(row) * static_cast<int64_t>(source.element_bytes);
+      };
+      const auto past_of = [&](const char* from) {
+        return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) % 16);
+      };
+      [[maybe_unused]] const char* end = row_at(static_cast<int>(params.rows) - 1) + row_bytes;  // of the tensor
+      // Whether the rows of an iteration are one run of memory, and so one copy
+      const bool dense =
+          !Plan::kClusters && source.strides.is_even(params.rows) && source.strides.row_stride == params.hidden_size;
+      const int row_count = slice.end_row;
+      // Statistics are loaded one iteration ahead: rstd and mean_tail in the lanes for x, mean in those for
+      // grad_output. Waited for, on purpose: the block that is furthest ahead waits for memory here while the others
+      // find the same line in the cache, which keeps the blocks together (H200: with statistics that arrive unwaited
+      // for, some SMs were done 30 to 70 us before the last, of 200).
+      constexpr int kShares = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
+      float statistics[kShares], mean_tail[kShares];
+      const float* statistic = static_cast<const float*>(for_x ? params.rstd : params.mean);
+      const auto load_statistics = [&](int row) {
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int of_row = row + lane / kRowLanes + kRowsAtOnce * share;
+          statistics[share] = mean_tail[share] = 0;
+          if (of_row >= row_count || !statistic || tensor > 1) continue;
+          statistics[share] = __ldg(statistic + of_row);
+          if (sizeof(scalar_t) == 4 && for_x && params.mean_tail)
+            mean_tail[share] = __ldg(static_cast<const float*>(params.mean_tail) + of_row);
+        }
+      };
+      load_statistics(first_row);
+      constexpr bool kPaced = kIsPaced<scalar_t, Plan>;
+      Pace<kPaced ? round_up_to(kPaceBytes / slot_bytes_of(Work::kTensors), 1) : 0> pace(depth);
+#pragma unroll 1
+      for (int row = first_row; row < row_count && iterations > 0; row += slice.row_step, --iterations) {
+        const int count = min(kRows, row_count - row);
+        const int copies = row_bytes == 0 || !requests ? 0 : dense ? 1 : count;
+        const unsigned bytes = dense ? count * row_bytes : row_bytes;
+        // f(the row or rows in memory, its index among the iteration's)
+        const auto for_each_copy = [&](auto&& f) {
+#pragma unroll 1
+          for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce) f(row_at(row + group), group);
+        };
+        unsigned total = 2 * count * row_bytes;
+        if constexpr (Work::kMayAdd)
+          total = count * elements *
+                  static_cast<unsigned>((stages.grad_residual_out ? 2 : 1) * sizeof(scalar_t) +
+                                        (Work::kHasGate ? 2 : 1) * sizeof(grad_t));
+        [[maybe_unused]] bool has_rest = false;
+        if constexpr (!kAligned) {
+          total = 0;
+          for_each_copy([&](const char* from, int) {
+            const unsigned covered = covering_bytes(from, past_of(from), bytes, end);
+            has_rest |= covered < past_of(from) + bytes;
+            total += covered;
+          });
+          total = __reduce_add_sync(0xffffffffu, total);
+        }
+        if constexpr (kPaced) {
+          if (lane == 0) pace.next_turn();
+          __syncwarp();
+        }
+        wait_barrier(full() + kEmpty + 8 * slot, parity ^ 1);
+        const int pitch = pitch_of(Work::kMayAdd ? tensor : 0);
+        const unsigned first = start(slot, tensor);
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int group = lane / kRowLanes + kRowsAtOnce * share;
+          if (group >= count || !requests) continue;
+          const unsigned at =
+              first +
+              (dense ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row)) % 128) + group * row_bytes
+                     : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row + group)) % 128) + group * pitch);
+          if constexpr (Work::kMayAdd) {
+            if (tensor >= 2) {
+              store_shared_element(more_entries() + 4 * ((tensor - 2) * kMaxDepth * kRows + slot * kRows + group), at);
+              continue;
+            }
+          }
+          const unsigned entry = entries() + 16 * (slot * kRows + group) + 4 * tensor;
+          store_shared_element(entry, at);
+          store_shared_element(entry + 8, statistics[share]);
+          if (sizeof(scalar_t) == 4 && for_x)
+            store_shared_element(mean_tails() + 4 * (slot * kRows + group), mean_tail[share]);
+        }
+        if (iterations > 1) load_statistics(row + slice.row_step);
+        const auto target_of = [&](const char* from, int group) {
+          return first + static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) % 128) + group * pitch - past_of(from);
+        };
+        if (!kAligned && has_rest) {
+          for_each_copy([&](const char* from, int group) {
+            copy_rest<scalar_t>(target_of(from, group), from, past_of(from), bytes,
+                                covering_bytes(from, past_of(from), bytes, end));
+          });
+          fence_bulk_store();  // the copy engine may write there in a later iteration
+        }
+        __syncwarp();
+        if (lane == 0) {
+          expect_bytes(full() + 8 * slot, total);
+        } else if (kWarpArrivals > 1) {
+          arrive_barrier(full() + 8 * slot);
+        }
+        __syncwarp();
+        for_each_copy([&](const char* from, int group) {
+          const unsigned covered = kAligned ? bytes : covering_bytes(from, past_of(from), bytes, end);
+          if (kAligned || covered > 0)
+            copy_bulk(target_of(from, group), from - past_of(from), covered, full() + 8 * slot);
+        });
+        next_slot();
+      }
+      __syncwarp();
+    }
+  }
+
+  // Without a producer warp the consumer warps take turns as producer, each for one iteration's rows at the start of
+  // its iteration: these go to the slot that was finished in the iteration before, and that the other warps have
+  // released by now, or will soon.
+  static constexpr int kLag = 2;
+  __device__ void produce_ahead(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
+                                int first_row) {
+    RowRing ring = *this;
+    if (slot >= kLag) {
+      ring.slot -= kLag;
+      ring.parity ^= 1;
+    } else {
+      ring.slot += depth - kLag;
+    }
+    ring.produce(params, stages, slice, first_row + (depth - kLag) * slice.row_step, 1);
+  }
+
+  // Each thread copies its own vectors of row `row` into slot `into`; a group of copies even where there is no such
+  // row, as wait_full() counts groups. Nothing to do where the copy engine works.
+  __device__ void bring(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int64_t row,
+                        int group, int rank, int into) {
+    if constexpr (kBulk) return;
+    const auto bring_row = [&](const auto* data, const RowStrides& strides, int tensor) {
+      using T = std::decay_t<decltype(*data)>;
+      const T* source = data + strides.offset(row) + first_col;
+      const unsigned target = start(into, tensor) + group * pitch_of(tensor);
+#pragma unroll 1
+      for (int vec = rank; vec * kVec < elements; vec += kThreads) {
+        if constexpr (kAligned) {
+          copy_vec_async<kVec* static_cast<int>(sizeof(T))>(target + vec * kVec * static_cast<int>(sizeof(T)),
+                                                            source + vec * kVec);
+        } else {
+          for (int i = vec * kVec; i < min(vec * kVec + kVec, elements); ++i)
+            store_shared_element(target + i * static_cast<int>(sizeof(T)), __ldg(source + i));
+        }
+      }
+    };
+    if (row < end_row) {
+      bring_row(static_cast<const scalar_t*>(params.x), params.x_strides, 0);
+      bring_row(static_cast<const grad_t*>(params.grad_output), params.grad_output_strides, 1);
+      if constexpr (Work::kMayAdd) {
+        if (stages.grad_residual_out)
+          bring_row(static_cast<const scalar_t*>(stages.grad_residual_out), stages.grad_residual_out_strides, 2);
+      }
+      if constexpr (Work::kHasGate) bring_row(static_cast<const grad_t*>(stages.x), stages.x_strides, 3);
+    }
+    commit_copies();
+  }
+  __device__ void bring_first(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
+                              int group, int rank) {
+    for (int ahead = 0; ahead < depth && !kBulk; ++ahead)
+      bring(params, stages, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
+  }
+
+  // Returns when the current slot has arrived.
+  __device__ void wait_full() {
+    if constexpr (kBulk) return wait_barrier(full() + 8 * slot, parity);
+    switch (depth - Plan::kOneBehind) {
+      case 1: return wait_for_copies<0>();
+      case 2: return wait_for_copies<1>();
+      case 3: return wait_for_copies<2>();
+      default: return wait_for_copies<3>();
+    }
+  }
+
+  // Where grad_residual_out's row lies, and that of what the gate multiplies (which: 1).
+  __device__ unsigned more_entry(int of_slot, int group, int which) const {
+    if constexpr (!kBulk) return start(of_slot, 2 + which) + group * pitch_of(2 + which);
+    return load_shared_element<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kRows + group));
+  }
+  // The `group`-th row of slot `of_slot`, row `row` of all.
+  __device__ Entry entry(const KernelBackwardParams& params, int of_slot, int row, int group) const {
+    unsigned residual = 0, gated = 0;
+    if constexpr (Work::kAlwaysAdds) residual = more_entry(of_slot, group, 0);
+    if constexpr (Work::kHasGate) gated = more_entry(of_slot, group, 1);
+    if constexpr (kBulk) {
+      const uint4 found = load_shared(entries() + 16 * (of_slot * kRows + group));
+      return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual, gated};
+    }
+    const auto at = [&](int tensor) { return start(of_slot, tensor) + group * pitch_of(tensor); };
+    const auto stats = load_stats<scalar_t>(params, row);
+    return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), residual, gated};
+  }
+  __device__ RowStats<scalar_t> stats(const KernelBackwardParams& params, const Entry& entry, int of_slot, int row,
+                                      int group) const {
+    float mean_tail = 0;
+    if constexpr (sizeof(scalar_t) == 4)
+      mean_tail = kBulk ? load_shared_element<float>(mean_tails() + 4 * (of_slot * kRows + group))
+                        : static_cast<float>(load_stats<scalar_t>(params, row).mean_tail);
+    const SavedStats<acc_type<scalar_t>> saved{entry.rstd, entry.mean, mean_tail};
+    if constexpr (kAligned) return RowStats<scalar_t>(saved);  // rows of several elements
+    return RowStats<scalar_t>(saved, params);
+  }
+  // Vector `index` of a row that lies at `at`; of a last one the first `count` elements, and zeros.
+  template <typename T = scalar_t>
+  __device__ RawVec<T, kVec> vec(unsigned at, int index, int count) const {
+    RawVec<T, kVec> raw;
+    if constexpr (kAligned) {
+      using Word = typename RawVec<T, kVec>::Word;
+      raw.words[0] = load_shared_element<Word>(at + static_cast<int>(sizeof(Word)) * index);
+    } else {
+      T found[kVec] = {};
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        if (i < count) found[i] = load_shared_element<T>(at + (index * kVec + i) * static_cast<int>(sizeof(T)));
+      memcpy(&raw, found, sizeof(raw));
+    }
+    return raw;
+  }
+  // Releases slot `read`: this warp, whose active lanes are `lanes`, has read all it needs of it. `next` is the row
+  // that comes there.
+  __device__ void release(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int read,
+                          int64_t next, int group, int rank, unsigned lanes) {
+    if constexpr (kBulk) {
+      arrive_of_warp(full() + kEmpty + 8 * read, lanes);
+    } else {
+      bring(params, stages, first_col, next, group, rank, read);
+    }
+  }
+};
+
+// The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
+// for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
+// can share row j only when all have shared row j - 2, and so have collected row j - 4.
+template <typename Plan, typename T>
+struct SumExchange {
+  using Row = RowThreads<Plan::kThreads, Plan::kRows>;
+  static constexpr int kWarps = Plan::kThreads / 32, kRows = Plan::kRows, kSlots = 4;
+  static constexpr int kMostSums = round_up_to_power(Plan::kMaxCluster * kWarps);
+  struct Slot {
+    Pair<T> sums[kMostSums];
+    uint64_t ready;
+  };
+  struct Needed {
+    Slot slots[kRows][kSlots];
+  };
+  struct Nothing {};
+  using Shared = std::conditional_t<Plan::kOneBehind, Needed, Nothing>;
+
+  // Shared addresses: of the row's first slot; where this lane writes, of a cluster's block `lane % 16` by its first
+  // half of the lanes a first sum, by its second a second; and of the slot there.
+  unsigned slots, target, peer;
+  int blocks;
+
+  // To be constructed by all threads of the block together; ready to use after the next barrier of block or cluster.
+  __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks) {
+    if constexpr (Plan::kOneBehind) {
+      const int lane = threadIdx.x % 32;
+      Slot& first = shared.slots[group][0];
+      slots = shared_address(&first);
+      target =
+          shared_address(&first.sums[slice.rank * kWarps + Row::warp()]) + lane / 16 * static_cast<unsigned>(sizeof(T));
+      peer = slots;
+      if (Plan::kClusters && lane % 16 < blocks) {
+        target = address_in_peer(target, lane % 16);
+        peer = address_in_peer(slots, lane % 16);
+      }
+      if (kHasRoom<Plan>) asm volatile("" : "+r"(slots), "+r"(target), "+r"(peer));
+      for (int i = threadIdx.x; i < kRows * kSlots; i += blockDim.x) {
+        Slot& slot = shared.slots[i / kSlots][i % kSlots];
+        for (Pair<T>& sum : slot.sums) sum = {0, 0};
+        init_barrier(shared_address(&slot.ready), Plan::kClusters ? 1 : kWarps * kWarpArrivals);
+        fence_barrier_init();
+      }
+    }
+  }
+
+  // Of the block's `iteration`-th row.
+  __device__ void share(unsigned iteration, Pair<T> value) {
+    const unsigned slot = iteration % kSlots * static_cast<unsigned>(sizeof(Slot));
+    const T half = lanes_half_sum<Row, 32>(value);
+    const int lane = threadIdx.x % 32;
+    if constexpr (Plan::kClusters) {
+      if (Row::rank() == 0)
+        expect_bytes(slots + slot + ready_at(), blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
+      if (lane % 16 < blocks) send_to(target + slot, peer + slot + ready_at(), half);
+    } else {
+      if (lane % 16 == 0) store_shared_element(target + slot, half);
+      arrive_of_warp(slots + slot + ready_at());
+    }
+  }
+  __device__ Pair<T> collect(unsigned iteration) {
+    const unsigned slot = slots + iteration % kSlots * static_cast<unsigned>(sizeof(Slot));
+    wait_barrier(slot + ready_at(), iteration / kSlots % 2);
+    const Pair<T>* sums = static_cast<const Pair<T>*>(__cvta_shared_to_generic(slot));
+    if constexpr (!Plan::kClusters) return sum_of_warps<kWarps>(sums);
+    // The same sum in fewer steps where the others have nothing
+    if (kMostSums > 8 && blocks * kWarps <= 8) return sum_of_cluster<8>(sums);
+    if (kMostSums > 16 && blocks * kWarps <= 16) return sum_of_cluster<16>(sums);
+    return sum_of_cluster<kMostSums>(sums);
+  }
+
+ private:
+  __device__ static constexpr unsigned ready_at() { return static_cast<unsigned>(offsetof(Slot, ready)); }
+};
+
+}  // namespace
+}  // namespace fused_layernorm
