@@ -726,7 +726,9 @@ const Feature kFeatures[] = {
        c.wants_weight = c.wants_bias = false;
      }},
     {"residual, gelu, no grad_residual_out, groups",
-     [](Case& c) { c.load = c.has_residual = c.wants_residual = true, c.activation = Activation::kGelu, c.layout = kGroups; }},
+     [](Case& c) {
+       c.load = c.has_residual = c.wants_residual = true, c.activation = Activation::kGelu, c.layout = kGroups;
+     }},
     {"from y, padded", [](Case& c) { c.z_is_y = true, c.layout = kPadded; }},
     {"from y", [](Case& c) { c.z_is_y = true; }},
     {"from y, offset, no bias", [](Case& c) { c.z_is_y = true, c.has_bias = false, c.weight_offset = 1; }},
@@ -858,18 +860,15 @@ void time_case(const Case& c, const char* dtypes) {
   const int64_t forward_bytes = count * (dtype_bytes(t.x) + dtype_bytes(t.y) + c.load * dtype_bytes(t.z) +
                                          c.has_residual * dtype_bytes(t.residual)) +
                                 parameters + gates;
-  const int64_t backward_bytes =
-      count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
-               c.has_gro * dtype_bytes(t.gro) + c.has_residual * dtype_bytes(t.residual) + c.load * dtype_bytes(t.z) -
-               c.load * dtype_bytes(t.x)) +
-      2 * parameters + 2 * gates;
+  const int64_t backward_bytes = count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
+                                          c.has_gro * dtype_bytes(t.gro) + c.has_residual * dtype_bytes(t.residual) +
+                                          c.load * dtype_bytes(t.z) - c.load * dtype_bytes(t.x)) +
+                                 2 * parameters + 2 * gates;
   const bool is_short = count * dtype_bytes(t.x) < kTimedBytes / 8;
-  const float forward_us = launch_norm_forward_cuda(f, nullptr) ? -1 : median_us(is_short, [&] {
-    launch_norm_forward_cuda(f, nullptr);
-  });
-  const float backward_us = launch_norm_backward_cuda(b, nullptr) ? -1 : median_us(is_short, [&] {
-    launch_norm_backward_cuda(b, nullptr);
-  });
+  const float forward_us =
+      launch_norm_forward_cuda(f, nullptr) ? -1 : median_us(is_short, [&] { launch_norm_forward_cuda(f, nullptr); });
+  const float backward_us =
+      launch_norm_backward_cuda(b, nullptr) ? -1 : median_us(is_short, [&] { launch_norm_backward_cuda(b, nullptr); });
   const auto line = [&](const char* direction, float us, int64_t bytes) {
     const int64_t half = std::min<int64_t>(bytes / 2, kPool / 2);
     const float copy = median_us(is_short, [&] { cudaMemcpyAsync(pool + kPool / 2, pool, half, cudaMemcpyDefault); });
@@ -924,7 +923,8 @@ void time_all(const std::string& only) {
       {"gelu_tanh", "bf16", [](Case& c) { c.activation = Activation::kGeluTanh; }, few},
       {"silu", "bf16", [](Case& c) { c.activation = Activation::kSilu; }, some},
       {"dropout of y", "bf16", [](Case& c) { c.drops_y = true, c.p = 0.1; }, some},
-      {"gelu dropout of y", "bf16", [](Case& c) { c.activation = Activation::kGelu, c.drops_y = true, c.p = 0.1; }, few},
+      {"gelu dropout of y", "bf16", [](Case& c) { c.activation = Activation::kGelu, c.drops_y = true, c.p = 0.1; },
+       few},
       {"gelu", "fp16", [](Case& c) { c.activation = Activation::kGelu; }, few},
       {"gelu", "fp32", [](Case& c) { c.activation = Activation::kGelu; }, few},
       {"gelu", "bf16/w32", [](Case& c) { c.activation = Activation::kGelu; }, few},
