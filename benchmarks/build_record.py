@@ -62,7 +62,7 @@ def main(folder: str, *command: str) -> None:
     started, start = time.time(), time.perf_counter()
     subprocess.run(command, check=True, cwd=ROOT)
     wall, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    printed = subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, cwd=ROOT, capture_output=True, text=True)
+    printed = subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     found = json.loads(printed.stdout.splitlines()[-1])
     extension = found.pop("extension")
     sys.path.insert(0, str(ROOT))

@@ -23,6 +23,16 @@ def outcome(case):
     return "passed"
 
 
+def failures(cases):
+    """Of each failed test: the first line of its message."""
+    found = {}
+    for case in cases:
+        for problem in (*case.iter("failure"), *case.iter("error")):
+            lines = (problem.get("message") or problem.text or "").strip().splitlines()
+            found[case.get("name")] = lines[0][:200] if lines else ""
+    return found
+
+
 def figures(cases):
     """What tests measured (pytest's record_property), by the test's name; a number of cases is the sum of all runs."""
     found = {}
@@ -49,7 +59,7 @@ def main(*arguments):
             **{name: counts[name] for name in ("passed", "failed", "skipped")},
             "with_cuda_in_name": dict(on_gpu),
             "by_file": {f"{name} {result}": count for (name, result), count in sorted(by_file.items())},
-            "failed_names": [case.get("name") for case in cases if outcome(case) == "failed"],
+            "failures": failures(cases),
             "skip_reasons": dict(skips),
         },
         "figures": figures(cases),
@@ -58,6 +68,8 @@ def main(*arguments):
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path.name}: {record['tests']['passed']} passed, {record['tests']['failed']} failed, "
           f"{record['tests']['skipped']} skipped")  # fmt: skip
+    for message, count in collections.Counter(record["tests"]["failures"].values()).most_common(12):
+        print(f"{count:6} {message}")
 
 
 if __name__ == "__main__":
