@@ -5,6 +5,15 @@ from collections import Counter
 
 import torch
 
+CACHED_BYTES = 2 << 30
+
+
+def pytest_runtest_teardown():
+    """Returns the memory that PyTorch keeps for later tensors: one GPU serves several processes of tests, and each kept
+    up to 27 GiB."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED_BYTES:
+        torch.cuda.empty_cache()
+
 
 def pytest_report_header():
     import fused_layernorm
