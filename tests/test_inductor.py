@@ -599,10 +599,11 @@ def test_data_parallel(kind, tmp_path):
             model = torch.nn.parallel.DistributedDataParallel(model)
             compiled = torch.compile(model, backend=fold_backend)
         else:
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # the default: GPUs, where there are any
             for block in model.blocks:
-                torch.distributed.fsdp.fully_shard(block)
+                torch.distributed.fsdp.fully_shard(block, mesh=mesh)
                 block.compile(backend=fold_backend)
-            compiled = torch.distributed.fsdp.fully_shard(model)
+            compiled = torch.distributed.fsdp.fully_shard(model, mesh=mesh)
         compiled(x).square().sum().backward()
         for one, two in zip(model.parameters(), single.parameters(), strict=True):
             grad = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
