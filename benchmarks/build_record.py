@@ -62,8 +62,8 @@ def main(folder: str, *command: str) -> None:
     started, start = time.time(), time.perf_counter()
     subprocess.run(command, check=True, cwd=ROOT)
     wall, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    printed = subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    found = json.loads(printed.stdout.splitlines()[-1])
+    printed = subprocess.check_output([sys.executable, "-c", FIRST_CALL], cwd=ROOT, text=True)
+    found = json.loads(printed.splitlines()[-1])
     extension = found.pop("extension")
     sys.path.insert(0, str(ROOT))
     from fused_layernorm._build.source_hash import source_hash
