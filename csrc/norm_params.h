@@ -1,5 +1,5 @@
-// What crosses from the torch layer to the kernels: one plain struct per direction, the same for CUDA and CPU. No
-// torch, no CUDA headers. A null pointer means "absent" (an input) or "not wanted" (a result).
+// The arguments that the torch layer passes to the kernels: one plain struct per direction, the same for CUDA and CPU.
+// No torch, no CUDA headers. A null pointer is an absent input or an unwanted result.
 //
 //   z    = residual + keep * dropout_scale * gate * x       load stage; rounded once, to z_dtype. Without one z is x
 //   mean = is_rms_norm ? 0 : sum(z)/N     rstd = 1/sqrt(sum((z-mean)^2)/N + eps)     x_hat = (z-mean)*rstd
@@ -70,7 +70,7 @@ struct Dropout {
 enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu"};  // Python's
 
-// The options of a norm that both directions read.
+// Options of both directions.
 struct NormStages {
   Dropout dropout;        // of x, or of y
   bool drops_y;           // which of the two
@@ -170,7 +170,7 @@ struct DropoutMaskParams {
 };
 
 // The launchers take every combination that the structs above allow. Those of CUDA return a cudaError_t as int (0:
-// launched); the workspace sizes follow from the same plan that the launch follows.
+// launched); the workspace sizes are computed by the same code as the launches.
 int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
 int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);

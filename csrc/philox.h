@@ -17,7 +17,7 @@ struct WordProduct {
   FLN_PHILOX_INLINE void operator()(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) const {
     uint64_t product;
 #if defined(__CUDA_ARCH__)
-    // By its own instruction: of 64-bit operands nvcc adds the product of the upper halves, 0, by one more
+    // The 32-bit instruction: for 64-bit operands nvcc also adds the product of the upper halves, which is 0
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
 #else
     product = uint64_t{a} * b;
@@ -31,10 +31,9 @@ FLN_PHILOX_INLINE uint64_t dropout_where(int64_t offset, int64_t row) {
   return static_cast<uint64_t>(offset) ^ (static_cast<uint64_t>(row) >> 32);
 }
 
-// The random numbers of columns 8 * octet to 8 * octet + 7 of a row: word k is that of the k-th, and with its halves
-// exchanged that of the one 4 behind it. Which of two such elements is kept is decided by different bits, unless the
-// upper half of a number is that of the threshold: each has exactly its probability, and for p from 2^-16 on their
-// correlation is below 2^-14.
+// The random numbers of columns 8 * octet to 8 * octet + 7 of a row: word k belongs to column k, and with exchanged
+// halves to column k + 4. The two columns are decided by different bits, unless the upper half of a number equals that
+// of the threshold: each has exactly its probability, and for p from 2^-16 on their correlation is below 2^-14.
 struct DropoutOctet {
   PhiloxWords<uint32_t> words;
 
@@ -46,7 +45,7 @@ struct DropoutOctet {
       : DropoutOctet(dropout.philox[0], dropout_where(dropout.philox[1], row), static_cast<uint32_t>(row),
                      static_cast<uint32_t>(col / 8)) {}
 
-  // Of the k-th column, 0 <= k < 4, or of the one 4 behind it.
+  // The number of column k, 0 <= k < 4, or of column k + 4 (`behind`).
   FLN_PHILOX_INLINE uint32_t number(int k, bool behind) const {
     const uint32_t word = words.word[k];
     return behind ? word << 16 | word >> 16 : word;
@@ -60,7 +59,7 @@ FLN_PHILOX_INLINE uint32_t most_dropped(double p) {
   return static_cast<uint32_t>(units > 0 ? units - 1 : 0);
 }
 
-// What kept elements are multiplied by. For p = 1 there are none.
+// The factor of kept elements. For p = 1 there are none.
 FLN_PHILOX_INLINE double dropout_scale(double p) { return p < 1 ? 1 / (1 - p) : 0; }
 
 }  // namespace fused_layernorm

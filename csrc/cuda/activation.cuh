@@ -35,8 +35,8 @@ __device__ __forceinline__ float relu(float t) {
 #endif
 }
 
-// kQuick: for results of 16 bits, by a handful of instructions; a kernel that only loads, normalizes and stores has few
-// to spare (H200: about 30 for each 16-bit element in the time that memory takes, of which the norm needs ten).
+// kQuick: approximations of a few instructions, for 16-bit results. A kernel bound by memory has few instructions to
+// spare (H200: about 30 for each 16-bit element, of which the norm needs ten).
 template <bool kQuick, typename T>
 __device__ __forceinline__ T exp_of(T t) {
   if constexpr (kQuick) {
@@ -103,12 +103,12 @@ __device__ __forceinline__ T tanh_gate(T t) {
   }
 }
 
-// An activation that is known when the kernel is compiled.
+// An activation as a compile-time constant.
 template <Activation activation>
 struct Which {};
 
-// Calls f(Which<activation>{}). One question after the other, the dearest activation first, in a form that the compiler
-// makes no table of jumps of: that took nine instructions (H200).
+// Calls f(Which<activation>{}). A chain of tests, most expensive activation first, written so that nvcc emits no jump
+// table, which took nine instructions (H200).
 template <typename F>
 __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   const auto is = [&](Activation one) {
@@ -121,12 +121,12 @@ __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   f(Which<Activation::kNone>{});
 }
 
-// Calls f(which, drops), a Which and a std::bool_constant: f has a loop over a row's vectors in it, which asks nothing
-// then, and whose code lies together.
+// Calls f(which, drops) with a Which and a std::bool_constant, so that the loop over a row's vectors inside f has no
+// branch.
 template <typename F>
-__device__ __forceinline__ void with_after(const AfterNorm& after, F&& f) {
-  with_activation(after.activation, [&](auto which) {
-    if (after.dropout.philox) {
+__device__ __forceinline__ void with_epilogue(const Epilogue& epilogue, F&& f) {
+  with_activation(epilogue.activation, [&](auto which) {
+    if (epilogue.dropout.philox) {
       f(which, std::true_type{});
     } else {
       f(which, std::false_type{});
@@ -148,8 +148,8 @@ __device__ __forceinline__ void activate(T (&values)[kVec], Activation which) {
   for (int i = 0; i < kVec; ++i) values[i] = activated<kQuick>(which, values[i]);
 }
 
-// The derivative at t is slope(which, slope_scale(activation) * t), as an operation less: the caller scales weight and
-// bias.
+// The derivative at t is slope(which, slope_scale(activation) * t). The caller folds the scale into weight and bias,
+// which saves an operation an element.
 template <bool kQuick>
 constexpr float slope_scale(Activation activation) {
   if (kQuick && activation == Activation::kGelu) return 0.84932180f;  // sqrt(log2(e) / 2)
@@ -189,7 +189,7 @@ __device__ __forceinline__ T slope(Which<activation>, T t) {
     return T(1);
   }
 }
-// grad *= the derivative, given t as slope() wants it.
+// grad *= the derivative; t is scaled by slope_scale().
 template <bool kQuick, int kVec, typename T, typename Activation>
 __device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[kVec], Activation which) {
 #pragma unroll

@@ -1,13 +1,12 @@
-// Backward's strategy "fused": persistent blocks walk over rows. norm_backward.cu has the formulas; row_ring.cuh moves
-// the data.
+// Strategy "fused" of backward: persistent blocks iterate over rows. norm_backward.cu has the formulas; row_ring.cuh
+// moves the data.
 //
-// A kernel is a type, a plan and a family: what it has registers for. Everything else is known at run time. A call
-// takes one of the kernel's paths, straight-line code chosen once a block: a branch a vector held up the warp for each
-// of them (H200, backward in clusters, bf16: N = 8192 0.84 instead of 0.91 of the pass).
+// A kernel is a type, a plan and a family, which decide its registers. Everything else is a run-time value. A call
+// takes one of the kernel's paths, straight-line code selected once a block: with a branch for each vector, clusters
+// lost 8% (H200, bf16, N = 8192: 0.84 instead of 0.91 of the copy).
 #pragma once
 
 #include "activation.cuh"
-#include "add_rows.cuh"
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -15,16 +14,17 @@
 #include "launchers.h"
 #include "reduce.cuh"
 #include "row_ring.cuh"
+#include "stages.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-// kLoad: the norm alone, with a load stage without gate, and from y. kGate: a load stage with a gate, whose gradient is
-// a third sum along the columns. kEpilogue: with or without a load stage without gate.
+// kLoad: the plain norm, with a load stage without gate, and from y. kGate: a load stage with a gate, whose gradient is
+// a third sum along the columns. kEpilogue: an epilogue, with or without a load stage without gate.
 enum class Family { kLoad, kGate, kEpilogue };
 
-// Whether a plan is one of a ladder's: a kernel has the paths whose ladders name its plan.
+// Whether a ladder holds a plan. A kernel has the paths whose ladders hold its plan.
 template <typename Plan, typename... Plans>
 constexpr bool holds(Ladder<Plans...>) {
   return (std::is_same<Plan, Plans>::value || ...);
@@ -33,13 +33,13 @@ template <typename scalar_t, typename Plan>
 constexpr bool kIsRagged = Plan::kVec * sizeof(scalar_t) < 16;
 template <typename scalar_t, typename Plan>
 constexpr bool kTakesPlain = kIsRagged<scalar_t, Plan> || holds<Plan>(typename BackwardLadder<scalar_t>::type{});
-// From y takes registers for bias, which ragged rows and the longest do not leave.
+// The path from y keeps bias in registers, which ragged rows and the longest rows do not leave.
 constexpr int64_t kFromYColumns = 65536;
 template <typename scalar_t, typename Plan>
 constexpr bool kTakesFromY =
     kTakesPlain<scalar_t, Plan> && !kIsRagged<scalar_t, Plan> && Plan::kThreads * Plan::kVecs * Plan::kVec <= 4096;
 template <typename scalar_t, typename Plan>
-constexpr bool kTakesLoad = kIsRagged<scalar_t, Plan> || holds<Plan>(typename AddGradLadder<scalar_t>::type{});
+constexpr bool kTakesLoad = kIsRagged<scalar_t, Plan> || holds<Plan>(typename LoadGradLadder<scalar_t>::type{});
 
 // Calls f(Work) for the path of a call.
 template <typename scalar_t, typename Plan, Family family, typename F>
@@ -67,15 +67,15 @@ __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&&
   }
 }
 
-// Behind the ring, with an epilogue: wdy of two rows.
+// Shared memory behind the ring: with an epilogue, wdy of two rows.
 template <typename scalar_t, typename Plan, Family family>
 constexpr int kKeptBytes =
     family == Family::kEpilogue && Plan::kOneBehind
         ? 2 * Plan::kThreads * Plan::kRows * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(acc_type<scalar_t>))
         : 0;
 
-// Vectors of four-byte elements of `kCount` neighbouring threads, so that these read and write neighbouring 16 bytes;
-// `at` is where this thread's first lie.
+// Vectors of four-byte elements in shared memory, interleaved so that `kCount` neighbouring threads access neighbouring
+// 16-byte words. `at`: this thread's first word.
 template <int kCount, int kVec>
 __device__ __forceinline__ void store_words(unsigned at, const float (&values)[kVec]) {
 #pragma unroll
@@ -96,15 +96,15 @@ __device__ __forceinline__ RawVec<T, kVec> load_words(unsigned at) {
   return raw;
 }
 
-// Sums along the columns of a block's rows: of grad_weight, grad_bias and, with a gate, grad_gate.
+// Sums along the columns over a block's rows: grad_weight, grad_bias and, with a gate, grad_gate.
 template <typename scalar_t, typename Plan, Family family>
 struct ColumnSums {
   static constexpr int kSums = family == Family::kGate ? 3 : 2;
   acc_type<scalar_t> sums[kSums][Plan::kVecs][Plan::kVec];
 };
 
-// Which threads of a block have which rows and columns. by_warp: `group` is seen to be the same for a whole warp, so
-// that exchanges between lanes need not make sure that all arrive, 15 instructions a row; it takes a register.
+// The rows and columns of a thread. by_warp: `group` is provably uniform in a warp, so that shuffles need no
+// convergence code, 15 instructions a row; it takes a register.
 template <typename scalar_t, typename Plan, bool by_warp = true>
 struct BlockThreads {
   using Row = RowThreads<Plan::kThreads, Plan::kRows>;
@@ -114,7 +114,7 @@ struct BlockThreads {
 
   const Slice& slice;
   int warp, rank, group;
-  Places<Plan, !kAligned> held;
+  RegisterSlots<Plan, !kAligned> held;
 
   __device__ explicit BlockThreads(const Slice& slice)
       : slice(slice),
@@ -130,10 +130,11 @@ struct BlockThreads {
   __device__ int column_of(int v) const { return (held.index(v) * kThreads + rank) * kVec; }
 };
 
+// On the path from y, plans that keep a row in registers would spill.
 template <typename Plan, typename Work>
-constexpr bool kByWarp = !Work::kFromY || Plan::kOneBehind;  // from y, plans that hold a row would spill
+constexpr bool kByWarp = !Work::kFromY || Plan::kOneBehind;
 
-// A consumer thread's work on its rows.
+// The work of a consumer thread on its rows.
 template <typename scalar_t, typename Plan, Family family, typename Work>
 struct FusedRows {
   using acc_t = acc_type<scalar_t>;
@@ -148,9 +149,9 @@ struct FusedRows {
   static constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
   static constexpr bool kAligned = Ring::kAligned;
   static constexpr bool kHasEpilogue = Work::kHasEpilogue;
-  // Whether a row's grad_residual_out waits in registers; else there are none for it, and it is read from the ring
-  static constexpr bool kHoldsSkip = Work::kAlwaysAdds && kAligned;
-  // A warp without a vector in the last place leaves it out, in plans whose rows often end before it
+  // Whether a row's grad_residual_out is kept in registers; else it is read from the ring, for lack of registers
+  static constexpr bool kHoldsResidualGrad = Work::kAlwaysAdds && kAligned;
+  // Whether a warp skips the last register slot if it is empty: in plans whose rows often end before it
   static constexpr bool kMayEnd = kAligned && kThreads >= 64 && (kHasEpilogue ? kVecs > 1 : kVecs == 3);
 
   const KernelBackwardParams& params;
@@ -159,7 +160,7 @@ struct FusedRows {
   const Threads& threads;
   Ring& ring;
   ColumnSums<scalar_t, Plan, family>& columns;
-  unsigned kept_memory;  // shared address of what lies behind the ring
+  unsigned kept_memory;  // shared address of the memory behind the ring
 
   acc_t weight[kVecs][kVec], bias[Work::kNeedsBias ? kVecs : 1][kVec], gate[Work::kHasGate ? kVecs : 1][kVec];
   grad_t* grad_input;
@@ -203,16 +204,15 @@ struct FusedRows {
     }
   }
 
-  // Of whole vectors, where the slice has no v-th for this thread, the row's first takes the place of x's, zeros those
-  // of grad_output and weight: no branch is needed, and nothing reaches the sums. (An infinite x, times 0, is nan, but
-  // so is all of its row; an infinite grad_output leaves the sums infinite.) Without the copy engine the row's first
-  // vector is another thread's to wait for.
+  // A thread without a v-th vector reads the row's vector 0 as x and zeros as grad_output and weight: it adds 0 without
+  // a branch. (An infinite x times 0 is nan, but then all of its row is nan; an infinite grad_output leaves the sums
+  // infinite.) Without the copy engine, vector 0 arrives by another thread's copy, which this thread does not wait for.
   template <typename T>
   __device__ __forceinline__ RawVec<T, kVec> read_as(unsigned at, int v, bool whole) const {
     if constexpr (kAligned) {
       bool is_there = threads.elements_of(v) > 0;
-      if constexpr (!Plan::kOneBehind && kHasEpilogue) {  // recomputed: kept, what follows from it would spill
-        int at_rank = threads.rank;
+      if constexpr (!Plan::kOneBehind && kHasEpilogue) {
+        int at_rank = threads.rank;  // hidden from the optimizer: derived values would be kept and spill
         asm volatile("" : "+r"(at_rank));
         is_there = (v * kThreads + at_rank) * kVec < slice.elements;
       }
@@ -230,12 +230,12 @@ struct FusedRows {
   __device__ __forceinline__ GradVec read_gated(unsigned at, int v, bool whole) const {
     return read_as<grad_t>(at, v, whole);
   }
-  __device__ __forceinline__ XVec read_skip(unsigned at, int v, bool whole) const {
+  __device__ __forceinline__ XVec read_residual_grad(unsigned at, int v, bool whole) const {
     return Work::kMayAdd && arguments.stages.grad_residual_out ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
   }
 
-  // The lanes of this warp that have a row: where several rows share a warp, some may have none in the last iteration,
-  // and have left the loop. Rows go to lanes in order.
+  // The lanes of this warp that have a row: if several rows share a warp, some lanes may have left the loop before the
+  // last iteration. Rows go to lanes in order.
   __device__ __forceinline__ unsigned active_lanes(int row) const {
     constexpr int kRowsOfWarp = 32 / Row::kLanes;
     if constexpr (kRowsOfWarp == 1) return 0xffffffffu;
@@ -253,7 +253,7 @@ struct FusedRows {
     if constexpr (kMayEnd) {
       const auto has_last = [&] {
         int first = threads.rank - threads.rank % 32;
-        asm volatile("" : "+r"(first));  // recomputed: kept, the answer would spill
+        asm volatile("" : "+r"(first));  // hidden from the optimizer: the result would be kept and spill
         return ((kVecs - 1) * kThreads + first) * kVec < slice.elements;
       };
 #pragma unroll
@@ -266,18 +266,18 @@ struct FusedRows {
     }
   }
 
-  // With an epilogue: the sums along the row are x_hat's; `keep` is given wdy up to a factor of the row.
+  // With an epilogue: the sums along the row are those of x_hat; `keep` receives wdy up to a factor of the row.
   template <typename XOf, typename GradOf, typename Keep>
   __device__ __forceinline__ Pair<acc_t> add_up_epilogue(const Stats& stats, int row, XOf x_vec, GradOf grad_vec,
                                                          Keep keep) {
     Pair<acc_t> sums{0, 0};
-    with_after(arguments.stages.epilogue, [&](auto which, auto drops) {
+    with_epilogue(arguments.stages.epilogue, [&](auto which, auto drops) {
       constexpr bool kDrops = decltype(drops)::value;
       [[maybe_unused]] const auto dropout = [&] {
         if constexpr (kDrops)
           return RowDropout<acc_t>(arguments.stages.epilogue.dropout, row);
         else
-          return NotFused{};
+          return NoStage{};
       }();
       constexpr int kStrands =
           kVecs == 2 && !kDrops && (Plan::kOneBehind || !std::is_same<scalar_t, __half>::value) ? 2 : 1;
@@ -288,8 +288,8 @@ struct FusedRows {
         XVec x_of[1] = {x_vec(v, whole)};
         unpack(grad_vec(v, whole), grad);
         if constexpr (kDrops) {
-          int col = threads.column_of(v);
-          asm volatile("" : "+r"(col));  // what follows from it is recomputed: kept for each vector, it would spill
+          int col = threads.column_of(v);  // hidden from the optimizer: derived values would be kept and spill
+          asm volatile("" : "+r"(col));
           dropout.drop(grad, slice.first_col + col);
         }
         const auto normalize = [&] {
@@ -303,15 +303,15 @@ struct FusedRows {
 #pragma unroll
           for (int i = 0; i < kVec; ++i) norm[i] = fma(x[i], weight[v][i], bias[v][i]);
           activate_backward<sizeof(grad_t) == 2>(grad, norm, which);
-          if constexpr (kDrops) {  // kept meanwhile, it would spill
-            forget(x_of);
+          if constexpr (kDrops) {  // recomputed: keeping x_hat would spill
+            optimization_barrier(x_of);
             normalize();
           }
         }
         add_from_x_hat(strands[v % kStrands], columns.sums[0][v], columns.sums[1][v], x, grad, weight[v]);
         keep(v, grad);
       };
-      // Random numbers of several vectors at once are worth more than what is left out
+      // Interleaving the random numbers of several vectors gains more than skipping an empty slot
       if constexpr (kDrops)
         for_all(add_vec);
       else
@@ -322,7 +322,7 @@ struct FusedRows {
     return sums;
   }
 
-  // Sums along the row, and this row's part of the sums along the columns.
+  // Returns the sums along the row, and adds this row to the sums along the columns.
   template <typename XOf, typename GradOf, typename Keep>
   __device__ __forceinline__ Pair<acc_t> add_up(const Stats& stats, [[maybe_unused]] int row, XOf x_vec,
                                                 GradOf grad_vec, [[maybe_unused]] Keep keep) {
@@ -347,7 +347,7 @@ struct FusedRows {
     }
   }
 
-  // What x, or x - mean, is multiplied by, and what is added; with rstd where there is an epilogue.
+  // (slope, level) of slope_and_level(); with an epilogue both times rstd.
   __device__ __forceinline__ Pair<acc_t> row_terms(const Stats& stats, Pair<acc_t> sums) const {
     if constexpr (kHasEpilogue) {
       if (!params.stats_grad) sums = {0, 0};
@@ -362,7 +362,7 @@ struct FusedRows {
     }
   }
 
-  // A vector of `values` to grad_input or grad_residual.
+  // Stores a vector to grad_input or grad_residual.
   template <typename T>
   __device__ __forceinline__ void write(T* target, bool wanted, int v, [[maybe_unused]] bool whole,
                                         const acc_t (&values)[kVec]) const {
@@ -377,12 +377,12 @@ struct FusedRows {
   }
 
   // kAdds: with a load stage.
-  template <bool kAdds, typename XOf, typename GradOf, typename SkipOf, typename GatedOf>
+  template <bool kAdds, typename XOf, typename GradOf, typename ResidualGradOf, typename GatedOf>
   __device__ __forceinline__ void store(const Stats& stats, [[maybe_unused]] int row, Pair<acc_t> sums, XOf x_vec,
-                                        GradOf grad_vec, [[maybe_unused]] SkipOf skip_vec,
+                                        GradOf grad_vec, [[maybe_unused]] ResidualGradOf residual_grad_vec,
                                         [[maybe_unused]] GatedOf gated_vec) {
     const GradStages& stages = arguments.stages;
-    // An epilogue leaves no registers for a second pointer between rows
+    // With an epilogue there is no register for a second pointer between rows
     if constexpr (kAdds && kHasEpilogue)
       grad_residual =
           static_cast<scalar_t*>(stages.grad_residual) + (grad_input - static_cast<grad_t*>(params.grad_input));
@@ -392,7 +392,7 @@ struct FusedRows {
       if constexpr (kAdds && !Work::kHasGate && kAligned)
         return RowDropout<acc_t>(stages.dropout, row);
       else
-        return NotFused{};
+        return NoStage{};
     }();
     for_each([&](int v, auto whole) {
       acc_t x[kVec], grad[kVec], values[kVec];
@@ -410,10 +410,10 @@ struct FusedRows {
         grad_input_of(values, stats, terms, x, grad, weight[v]);
       }
       if constexpr (kAdds) {
-        acc_t skip[kVec];
-        unpack(skip_vec(v, whole), skip);
+        acc_t residual_grad[kVec];
+        unpack(residual_grad_vec(v, whole), residual_grad);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = add(values[i], skip[i]);
+        for (int i = 0; i < kVec; ++i) values[i] = add(values[i], residual_grad[i]);
         write(grad_residual, stages.grad_residual, v, whole, values);
         if constexpr (Work::kHasGate) {
           acc_t gated[kVec];
@@ -427,16 +427,16 @@ struct FusedRows {
           if (stages.dropout.philox) dropout.apply(values, slice.first_col + threads.column_of(v));
         }
       }
-      // The plain path is for those who want grad_input
+      // The plain path is taken only if grad_input is wanted
       write(grad_input, Work::kIsPlain || params.grad_input, v, whole, values);
     });
-    // At most what all blocks hold: 32 bits
+    // At most the elements that all blocks hold, which fits 32 bits
     const unsigned step = static_cast<unsigned>(slice.row_step) * static_cast<unsigned>(params.hidden_size);
     grad_input += step;
     if constexpr (kAdds && !kHasEpilogue) grad_residual += step;
   }
 
-  // The same, where with an epilogue a load stage is known at run time.
+  // Selects store(): with an epilogue a load stage is a run-time value.
   template <typename... Arguments>
   __device__ __forceinline__ void store_row(Arguments&&... of_row) {
     if constexpr (Work::kHasEpilogue) {
@@ -447,27 +447,27 @@ struct FusedRows {
     }
   }
 
-  // Load, sums, store: the row stays in registers.
+  // Load, reduce, store: the row stays in registers.
   __device__ __forceinline__ void walk_rows(Pair<acc_t> (*scratch)[kRows * Row::kWarps]) {
-    // Whether the slot is released when the row is stored only
-    const bool keeps_slot = !kHoldsSkip && Work::kMayAdd && arguments.stages.has_load_stage;
+    // Whether the slot is released only after the row is stored
+    const bool keeps_slot = !kHoldsResidualGrad && Work::kMayAdd && arguments.stages.has_load_stage;
     const int group = threads.group;
 #pragma unroll 1
     for (int row = slice.first_row + group; row < slice.end_row; row += slice.row_step) {
       ring.wait_full();
-      XVec x_raw[kVecs], skip_raw[kHoldsSkip ? kVecs : 1] = {};
+      XVec x_raw[kVecs], residual_grad_raw[kHoldsResidualGrad ? kVecs : 1] = {};
       GradVec grad_raw[kVecs], gated_raw[Work::kHasGate ? kVecs : 1] = {};
       [[maybe_unused]] RawVec<acc_t, kVec> kept[kHasEpilogue ? kVecs : 1];
       const auto entry = ring.entry(params, ring.slot, row, group);
       const Stats stats = ring.stats(params, entry, ring.slot, row, group);
-      if constexpr (kMayEnd) {  // read or not, it may be used
+      if constexpr (kMayEnd) {  // initialized, because it is used even if not read
         x_raw[kVecs - 1] = zero_vec<scalar_t, kVec>();
         grad_raw[kVecs - 1] = zero_vec<grad_t, kVec>();
       }
       for_each([&](int v, auto whole) {
         x_raw[v] = read(entry.x, v, whole);
         grad_raw[v] = read_grad(entry.grad, v, whole);
-        if constexpr (kHoldsSkip) skip_raw[v] = read_skip(entry.residual, v, whole);
+        if constexpr (kHoldsResidualGrad) residual_grad_raw[v] = read_residual_grad(entry.residual, v, whole);
         if constexpr (Work::kHasGate) gated_raw[v] = read_gated(entry.gated, v, whole);
       });
       const auto release = [&](int slot) {
@@ -480,9 +480,9 @@ struct FusedRows {
           row_sum<Row>(add_up(
                            stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
                            [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasEpilogue ? v : 0] = pack<acc_t>(wdy); }),
-                       scratch[ring.slot]);  // alternates, as calls that follow each other must
-      forget(x_raw);
-      if constexpr (!kHasEpilogue) forget(grad_raw);
+                       scratch[ring.slot]);  // alternates, as row_sum() requires
+      optimization_barrier(x_raw);
+      if constexpr (!kHasEpilogue) optimization_barrier(grad_raw);
       store_row(
           stats, row, sums, [&](int v, auto) { return x_raw[v]; },
           [&](int v, auto) {
@@ -492,20 +492,20 @@ struct FusedRows {
               return grad_raw[v];
           },
           [&](int v, auto whole) {
-            if constexpr (kHoldsSkip)
-              return skip_raw[v];
+            if constexpr (kHoldsResidualGrad)
+              return residual_grad_raw[v];
             else
-              return read_skip(ring.more_entry(ring.slot_before(), group, 0), v, whole);
+              return read_residual_grad(ring.more_entry(ring.slot_before(), group, 0), v, whole);
           },
           [&](int v, auto) { return gated_raw[Work::kHasGate ? v : 0]; });
       if (keeps_slot) release(ring.slot_before());
     }
   }
 
-  // The sums of one row travel between warps and blocks while the next row is added up; then the row is read from its
-  // slot again. Nothing of it stays in registers, so that a thread can hold more columns. With an epilogue wdy has a
-  // place of its own behind the ring, of two rows, each thread's: put back into the slot, it would have to be fenced
-  // from the copy engine in every iteration (H200, bf16, N = 4096, nothing applied: 246 us, for 209).
+  // The all-reduce of one row overlaps the sums of the next; then the row is read from its slot again. Nothing of it
+  // stays in registers, so that a thread can hold more columns. With an epilogue each thread keeps wdy of two rows in
+  // shared memory behind the ring: written back into the slot, wdy would need a fence against the copy engine in every
+  // iteration (H200, bf16, N = 4096, no activation: 246 us instead of 209).
   __device__ __forceinline__ void walk_rows_one_behind(Exchange& exchange) {
     const GradStages& stages = arguments.stages;
     const int group = threads.group, depth = ring.depth;
@@ -531,14 +531,14 @@ struct FusedRows {
               return read_grad(entry.grad, v, whole);
           },
           [&](int v, auto whole) {
-            return read_skip(kHasEpilogue ? ring.more_entry(behind, group, 0) : entry.residual, v, whole);
+            return read_residual_grad(kHasEpilogue ? ring.more_entry(behind, group, 0) : entry.residual, v, whole);
           },
           [&](int v, auto whole) { return read_gated(entry.gated, v, whole); });
       ring.release(params, stages, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, threads.rank,
                    0xffffffffu);
     };
-    // One iteration more than rows finishes the last row by the same code, where a copy of it would spill or is long;
-    // a copy is 6% fewer instructions a row (128 x 2, with a load stage)
+    // An extra iteration finishes the last row with the same code where a second copy of that code spills or is long; a
+    // second copy saves 6% of the instructions a row (128 x 2, with a load stage)
     constexpr bool kOneMore = Work::kFromY || kHasEpilogue || (Work::kMayAdd && !kAligned);
 #pragma unroll 1
     for (; kOneMore || row < slice.end_row; row += slice.row_step, ++iteration) {
@@ -571,7 +571,7 @@ struct FusedRows {
 
   __device__ __forceinline__ void run(Exchange& exchange, Pair<acc_t> (*scratch)[kRows * Row::kWarps]) {
     load_parameters();
-    ring.bring_first(params, arguments.stages, slice, threads.group, threads.rank);
+    ring.prefetch_first(params, arguments.stages, slice, threads.group, threads.rank);
     const int row = slice.first_row + threads.group;
     const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + threads.rank * kVec;
     grad_input = static_cast<grad_t*>(params.grad_input) + own;
@@ -590,10 +590,10 @@ struct FusedRows {
   }
 };
 
-// The rows of this block, or cluster, become one partial sum, [kSums] of hidden_size each: those of a warp by exchange,
-// then by what each leaves in the ring's memory, which all threads add up at once. Row after row, and by elements that
-// neighbouring threads have 32 bytes apart, it took 4 to 12 us (H200, bf16: 2048 x 1024 18.6 us became 11.6, 4096 x
-// 8192 69 61, 32768 x 4096 208 202). Called by all threads when all are done with the ring.
+// Reduces the column sums of this block, or cluster, to one partial sum, [kSums, hidden_size]: within a warp by
+// shuffles, then through the memory of the ring, which all threads add up in parallel (H200, bf16: by serial
+// additions with a stride of 32 bytes between threads 2048 x 1024 took 18.6 us, now 11.6; 4096 x 8192 69, now 61;
+// 32768 x 4096 208, now 202). Called by all threads after the last use of the ring.
 template <typename scalar_t, typename Plan, Family family>
 __device__ __forceinline__ void write_partial(const KernelBackwardParams& params, const FusedArguments& arguments,
                                               const Slice& slice, ColumnSums<scalar_t, Plan, family>& columns,
@@ -603,9 +603,9 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   const Threads threads(slice);
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
   constexpr int kSums = columns.kSums;
-  constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written at once
+  constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written together
   constexpr int kAdders = kRows * Threads::Row::kLanes / 32 > 0 ? kRows * Threads::Row::kLanes / 32 : 1;
-  // The smallest ring: of the plain path, or with a gate of the narrowest gradients
+  // The smallest ring: that of the plain path, or with a gate that of 16-bit gradients
   using Narrow = std::conditional_t<sizeof(scalar_t) == 4 && family == Family::kGate, __half, scalar_t>;
   using Least = RowRing<scalar_t, Plan, Work<Narrow, family == Family::kGate ? Path::kGate : Path::kPlain>>;
   static_assert(kAdders * kElements * kThreads * sizeof(acc_t) <=
@@ -657,7 +657,8 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
       write(element, values);
     }
   } else {
-    acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + threads.rank;  // neighbouring threads' elements side by side
+    // Elements of neighbouring threads are adjacent
+    acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + threads.rank;
     if (adds) {
 #pragma unroll
       for (int element = 0; element < kElements; ++element)
@@ -678,7 +679,7 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   }
 }
 
-// Weight is of grad_input's type or fp32, a run-time value: it is read once a block.
+// Weight is of grad_input's type or fp32, a run-time value: weight is read once a block.
 template <typename scalar_t, typename Plan, Family family>
 __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     norm_backward_fused_kernel(const __grid_constant__ KernelBackwardParams params,
@@ -688,11 +689,11 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   using Exchange = SumExchange<Plan, acc_t>;
   extern __shared__ __align__(128) uint4 ring_memory[];
   __shared__ RingBarriers<scalar_t, Plan> ring_barriers;
-  // Sums of a row: within a warp, at once between the warps of a block, or one row behind
+  // Scratch of row_sum(); plans that finish one row behind use SumExchange
   __shared__ Pair<acc_t> scratch[Plan::kOneBehind ? 1 : kMaxDepth][Plan::kRows * Row::kWarps];
   __shared__ typename Exchange::Shared exchange_shared;
 
-  // Which rows, and which slice of them
+  // The rows and columns of this block
   const int set = sizeof(scalar_t) == 4 && arguments.stages.grad_output_dtype != DType::kFloat32 ? 2 : 1;
   const Slice slice = Slice::of<Plan>(params, set);
   if (kBulk && threadIdx.x == 0) ring_barriers.init();
@@ -719,7 +720,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   });
 
   if constexpr (Plan::kClusters) {
-    cluster_sync();  // no block leaves while others may write to it
+    cluster_sync();  // no block exits while others may write to its shared memory
   } else {
     __syncthreads();
   }
@@ -729,12 +730,12 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// How a fused kernel runs on the current device in clusters of `cluster`: as deep a ring as fits, up to the plan's, and
-// how many clusters at once. Asked of the driver once a device, size and kind of ring.
+// The occupancy of a fused kernel: the depth of the ring, at most the plan's, and the number of resident clusters.
+// Queried once a device, cluster size and kind of ring.
 struct Residence {
   int depth = 0, clusters = 0;
 };
-constexpr int kRingKinds = 6;  // of 2 to 4 tensors, with gradients of z's type or narrower
+constexpr int kRingKinds = 6;  // 2 to 4 tensors, with gradients of z's type or narrower
 
 template <typename scalar_t, typename Plan, Family family>
 cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, int slot_bytes, int ring_kind,
@@ -754,12 +755,12 @@ cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, int 
   const int room = facts.shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
   constexpr int kKept = kKeptBytes<scalar_t, Plan, family>;
   const int depth = std::min(kFusedDepth<Plan>, (room - kKept) / slot_bytes);
-  // Consumers that take turns as producer fill a slot that lies so far behind
+  // Consumers that take turns as producer refill a slot kLag behind
   using Ring = RowRing<scalar_t, Plan, Work<scalar_t, Path::kPlain>>;
   static_assert(Plan::kHasProducer || 2 + Plan::kOneBehind > Ring::kLag, "a slot would wait for itself");
   if (depth < 2 + Plan::kOneBehind) return cudaSuccess;
   const int bytes = depth * slot_bytes + kKept;
-  // Of all kinds of ring the most that there may be: the last wish counts
+  // The largest of all kinds of ring: a later setting would replace this one
   error = allowed.run(device, [&] { return allow_more(kernel, room, Plan::kClusters ? facts.max_cluster : 1); });
   if (error != cudaSuccess) return error;
   int clusters = 0;
@@ -779,7 +780,7 @@ cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, int 
   return cudaSuccess;
 }
 
-// How many clusters at once: each segment of the rows has as many, and at least one.
+// The number of clusters of a launch: the same for each segment of the rows, and at least one.
 template <typename Plan>
 int running_clusters(const KernelBackwardParams& params, const Residence& residence) {
   const int segments = std::max(params.segments, 1);
@@ -792,7 +793,7 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
   FusedArguments arguments{};
   arguments.stages = stages;
   if (!params.grad_input && !stages.grad_residual && !stages.gate)
-    arguments.stages.grad_residual_out = nullptr;  // nobody reads it
+    arguments.stages.grad_residual_out = nullptr;  // it would not be read
   arguments.inverse_n = inverse_of<float>(params.hidden_size);
   const Dropout& dropout = stages.epilogue.dropout;
   arguments.norm_scale = slope_scale<sizeof(scalar_t) == 2>(stages.epilogue.activation);
@@ -809,7 +810,8 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   cudaError_t error = device_facts(device, facts);
   if (error != cudaSuccess) return error;
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  // Rows longer than a block holds go to a cluster, whatever the number of rows: the sums of a row have one order
+  // Rows longer than a block holds go to a cluster, whatever the number of rows, so that the order of a row's sums is
+  // fixed
   const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
   if (vec_count > static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs) return cudaSuccess;
   if (!stages.any()) {
@@ -870,9 +872,9 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
   if (stages.gate)
     return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});
   const std::integral_constant<Family, Family::kEpilogue> epilogue;
-  if (stages.epilogue.dropout.philox) return launch(epilogue, typename DropGradLadder<scalar_t>::type{});
-  if (has_epilogue) return launch(epilogue, typename AfterGradLadder<scalar_t>::type{});
-  if (stages.has_load_stage) return launch(load, typename AddGradLadder<scalar_t>::type{});
+  if (stages.epilogue.dropout.philox) return launch(epilogue, typename DropoutGradLadder<scalar_t>::type{});
+  if (has_epilogue) return launch(epilogue, typename EpilogueGradLadder<scalar_t>::type{});
+  if (stages.has_load_stage) return launch(load, typename LoadGradLadder<scalar_t>::type{});
   return launch(load, typename BackwardLadder<scalar_t>::type{});
 }
 

@@ -1,22 +1,23 @@
-// What the backward kernels share: the steps of one row. norm_backward.cu has the formulas.
+// Shared by the backward kernels: the steps of one row. norm_backward.cu has the formulas.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "add_rows.cuh"
 #include "kernel_params.h"
 #include "reduce.cuh"
+#include "stages.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
 
-// What forward saved of a row.
+// The statistics that forward saved of a row.
 template <typename T>
 struct SavedStats {
   T rstd, mean, mean_tail;
 };
 
-// 16-bit x cannot show the mean's tail, and one load a row less is worth 0.03 of the pass at N = 256 (H200, bf16).
+// mean_tail is below the precision of 16-bit x; one load a row less gains 0.03 of the copy bandwidth at N = 256 (H200,
+// bf16).
 template <typename scalar_t, bool kOrdered = false, typename T = acc_type<scalar_t>>
 __device__ __forceinline__ SavedStats<T> load_stats(const KernelBackwardParams& params, int64_t row) {
   const T rstd = load<kOrdered>(static_cast<const T*>(params.rstd) + row);
@@ -26,11 +27,11 @@ __device__ __forceinline__ SavedStats<T> load_stats(const KernelBackwardParams& 
   return {rstd, mean, load<kOrdered>(static_cast<const T*>(params.mean_tail) + row)};
 }
 
-// The same as it is used.
+// SavedStats with the operations that use it.
 template <typename scalar_t, typename T = acc_type<scalar_t>>
 struct RowStats : SavedStats<T> {
   __device__ explicit RowStats(SavedStats<T> saved) : SavedStats<T>(saved) {}
-  // A row of one element does not spread: with rstd = 0 grad_input is 0 whatever the rounding of the sums.
+  // The variance of a row of one element is 0: rstd = 0 makes grad_input exactly 0, whatever the rounding of the sums.
   __device__ RowStats(SavedStats<T> saved, const KernelBackwardParams& params) : SavedStats<T>(saved) {
     if (params.mean && params.hidden_size == 1) this->rstd = 0;
   }
@@ -39,9 +40,9 @@ struct RowStats : SavedStats<T> {
     if constexpr (sizeof(scalar_t) == 2) return difference;
     return sub(difference, this->mean_tail);
   }
-  // What stands for x - mean in grad_input, times a number of the row: of 16-bit x it is x, an operation an element
-  // less, and `level` has mean's part. What that rounds is what mean was rounded by, more or less; and nothing where
-  // all of a row is the same number, as slope is 0 there.
+  // The factor of slope in grad_input: x - mean, or for 16-bit x just x, one operation an element less, with
+  // -mean*slope folded into level. The added rounding error is about that of mean itself; it is 0 for a row of equal
+  // numbers, where slope is 0.
   static constexpr bool kFoldsMean = sizeof(scalar_t) == 2;
   __device__ T uncentered(T x) const {
     if constexpr (kFoldsMean) return x;
@@ -49,7 +50,7 @@ struct RowStats : SavedStats<T> {
   }
 };
 
-// weight + weight_offset of a vector's first `count` elements, of weight_t; the others are 0.
+// Loads weight + weight_offset of the first `count` elements of a vector; the others are 0.
 template <typename weight_t, bool kOrdered = false, int kVec, typename T>
 __device__ __forceinline__ void load_weight(T (&values)[kVec], const KernelBackwardParams& params, int64_t col,
                                             int count) {
@@ -71,8 +72,8 @@ __device__ __forceinline__ void load_weight(T (&values)[kVec], const KernelBackw
   }
 }
 
-// Of weights of `narrow`, or of fp32 beside a 16-bit one, which is asked for at run time: weight is read once a block,
-// or from the cache.
+// For weights of `narrow`, or fp32 beside a 16-bit type. The dtype is a run-time value: weight is read once a block, or
+// from the cache.
 template <typename narrow, int kVec, typename T>
 __device__ __forceinline__ void load_weight_of(T (&values)[kVec], const KernelBackwardParams& params, int64_t col,
                                                int count) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ void load_weight_of(T (&values)[kVec], const KernelBa
   }
 }
 
-// The sum of what the warps of a cluster's blocks left, by full warps; 0 from blocks that do not exist.
+// A full warp adds up the sums that the warps of a cluster stored; absent blocks count as 0.
 template <int kSums, typename T>
 __device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
   using Lanes = RowThreads<32, 1>;
@@ -98,8 +99,8 @@ __device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
   return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
 }
 
-// Adds one vector's part to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). Elements beyond the row are 0 in
-// grad_output, and add nothing.
+// Adds a vector to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). grad_output is 0 for elements beyond the row,
+// which so add nothing.
 template <int kVec, typename Stats, typename T>
 __device__ __forceinline__ void add_to_row(Pair<T>& sums, const Stats& stats, const T (&x)[kVec], const T (&grad)[kVec],
                                            const T (&weight)[kVec]) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void add_to_row(Pair<T>& sums, const Stats& stats, co
     sums.second = fma(grad[i], weight[i], sums.second);
   }
 }
-// And to those along the columns.
+// Adds a vector to the sums along the columns.
 template <int kVec, typename Stats, typename T>
 __device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_bias)[kVec], const Stats& stats,
                                                const T (&x)[kVec], const T (&grad)[kVec]) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void add_to_columns(T (&grad_weight)[kVec], T (&grad_
   }
 }
 
-// Both from x_hat; the sums along the row are then (sum(x_hat*wdy), sum(wdy)). grad becomes wdy.
+// The same from x_hat, for row and columns. The sums along the row are (sum(x_hat*wdy), sum(wdy)); grad becomes wdy.
 template <int kVec, typename T>
 __device__ __forceinline__ void add_from_x_hat(Pair<T>& sums, T (&grad_weight)[kVec], T (&grad_bias)[kVec],
                                                const T (&x_hat)[kVec], T (&grad)[kVec], const T (&weight)[kVec]) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ void add_from_x_hat(Pair<T>& sums, T (&grad_weight)[k
   }
 }
 
-// Both from y, by x_hat*weight = y - bias = `scaled`: then the sums along the columns are weight times grad_weight's.
+// The same from y, with x_hat*weight = y - bias = `scaled`: grad_weight comes out multiplied by weight.
 template <int kVec, typename T>
 __device__ __forceinline__ void add_from_y(Pair<T>& sums, T (&grad_weight)[kVec], T (&grad_bias)[kVec],
                                            const T (&scaled)[kVec], const T (&grad)[kVec], const T (&weight)[kVec]) {
@@ -147,7 +148,7 @@ __device__ __forceinline__ void add_from_y(Pair<T>& sums, T (&grad_weight)[kVec]
   }
 }
 
-// x_hat's own statistics, for what follows, and x's rstd.
+// Statistics of a row that is already x_hat; rstd is that of x.
 template <typename T>
 struct UnitStats {
   T rstd;
@@ -155,15 +156,16 @@ struct UnitStats {
   __device__ T uncentered(T x_hat) const { return x_hat; }
 };
 
-// 1 / value to a unit in the last place. volatile: it would be worked out once for each column, and spill.
+// 1 / value to a unit in the last place. volatile, or the results of all columns are hoisted out of the loop over rows
+// and spill.
 __device__ __forceinline__ float quick_inverse(float value) {
   float result;
   asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
 
-// grad_input = (weight*grad_output + (x-mean)*slope + level)*rstd: the formula above with what is one number a row
-// taken together.
+// grad_input = (weight*grad_output + (x-mean)*slope + level)*rstd: the formula of norm_backward.cu with the factors of
+// a row combined.
 template <int kVec, typename Stats, typename T>
 __device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& stats, Pair<T> row, const T (&x)[kVec],
                                               const T (&grad)[kVec], const T (&weight)[kVec]) {
@@ -172,8 +174,9 @@ __device__ __forceinline__ void grad_input_of(T (&values)[kVec], const Stats& st
     values[i] = mul(fma(grad[i], weight[i], fma(stats.uncentered(x[i]), row.first, row.second)), stats.rstd);
 }
 
-// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2, less mean*slope where x
-// stands for x - mean. Both 0 where the statistics are constants: not by a factor of 0, as a sum may be infinite.
+// (slope, level) from the sums: slope = -rstd*c1 = -rstd^2*sum((x-mean)*wdy)/N, level = -c2, less mean*slope if the
+// mean is folded. Both are 0 where the statistics are constants: assigned, not multiplied by 0, because a sum may be
+// infinite.
 template <typename Stats, typename T>
 __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& stats, const KernelBackwardParams& params,
                                                    T inverse_n) {
@@ -184,7 +187,7 @@ __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& st
   return {slope, level};
 }
 
-// A scalar to a tensor whose dtype is known at run time only.
+// Stores a scalar to a tensor whose dtype is a run-time value.
 template <typename T>
 __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t index, T value) {
   const T values[1] = {value};
@@ -199,10 +202,11 @@ __device__ __forceinline__ void store_gradient(const KernelBackwardParams& param
   store_as(gradient, dtype, index, value);
 }
 
-// Adds up `partials` times `sums` sums, [grad_weight, grad_bias] or also grad_gate, that lie at params.workspace.
+// Reduces the `partials` partial sums at params.workspace, each of `sums` rows: grad_weight, grad_bias and, with a
+// gate, grad_gate.
 cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream);
 
-// Rows that are shared by the whole card (norm_huge.cu).
+// Rows that the whole card shares (norm_huge.cu).
 bool is_huge_backward(const KernelBackwardParams& params);
 int64_t backward_huge_workspace(const KernelBackwardParams& params);
 cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_t stream);

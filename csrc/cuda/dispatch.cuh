@@ -12,15 +12,15 @@
 
 namespace fused_layernorm {
 
-// What the launchers know of the current device; asked of the driver once a device.
+// Properties of the current device; queried once a device.
 struct DeviceFacts {
   int multiprocessors = 0;
-  int max_cluster = 1;   // blocks of a cluster; 1 where the device, or the code compiled for it, has no clusters
-  int shared_bytes = 0;  // of shared memory that a block may have
+  int max_cluster = 1;   // blocks; 1 if the device, or the code compiled for it, has no clusters
+  int shared_bytes = 0;  // shared memory that a block may have
 };
 cudaError_t device_facts(int& device, DeviceFacts& facts);  // launch.cu
 
-// How many blocks share a row of vec_count vectors: as many as hold it at once. Above 8 a cluster is 16.
+// The number of blocks that share a row of vec_count vectors: as many as hold it at once, and 16 if more than 8.
 template <typename Plan>
 int cluster_for(int64_t vec_count, int max_cluster) {
   if (!Plan::kClusters) return 1;
@@ -29,7 +29,7 @@ int cluster_for(int64_t vec_count, int max_cluster) {
   return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, std::min(max_cluster, Plan::kMaxCluster)));
 }
 
-// A launch in clusters of `cluster` blocks, or as usual for 1.
+// A launch in clusters of `cluster` blocks; 1: without clusters.
 struct ClusterLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};
@@ -48,11 +48,10 @@ struct ClusterLaunch {
   ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attribute
 };
 
-// A launch that may begin while the kernel before it in the stream still runs (sm_90 and later; elsewhere as usual).
-// The kernel calls wait_for_previous_kernel() before it touches memory: what overlaps is the launch itself, 0.25 us.
-// What the kernel before may have written is not read by __ldg(): that is for memory that nobody writes while the
-// kernel runs, and the assembler moves it ahead of the wait (CUDA 13.0 did, in 40 kernels of activations and dropout of
-// y: now and then they could have read x as it was before). .ci/run looks at the machine code of all.
+// Programmatic dependent launch: the kernel may start while the previous one in the stream still runs (sm_90 and
+// later). It calls wait_for_previous_kernel() before it touches memory, so only the launch latency overlaps, 0.25 us.
+// Such a kernel must not read memory that the previous one wrote by __ldg(): read-only loads may move ahead of the wait
+// (CUDA 13.0 moved them in 40 kernels with an epilogue). .ci/run checks the machine code of all kernels for that.
 struct OverlappedLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};
@@ -75,7 +74,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Whether something was done already on a device: one bit each.
+// Runs a function once a device, and again only after an error.
 class OncePerDevice {
  public:
   template <typename F>
@@ -91,12 +90,12 @@ class OncePerDevice {
   std::atomic<uint64_t> done_{0};
 };
 
-// Lets a kernel use clusters of 16 and that much dynamic shared memory, beyond what every device grants.
+// Opts a kernel in to clusters of 16 and to this much dynamic shared memory.
 template <typename Kernel>
 cudaError_t allow_more(Kernel kernel, int shared_bytes, int max_cluster) {
   cudaError_t error = cudaSuccess;
   if (shared_bytes > 0) {
-    // Without the second wish the driver may leave the SM less shared memory than the blocks it could hold need
+    // Without the carveout the driver may configure less shared memory than all resident blocks need
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error == cudaSuccess)
       error =
@@ -125,7 +124,7 @@ cudaError_t dispatch_types(DType x, DType weight, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// For kernels that ask for weight's dtype at run time. Calls f(Types<scalar_t, scalar_t>{}).
+// For kernels to which weight's dtype is a run-time value. Calls f(Types<scalar_t, scalar_t>{}).
 template <typename F>
 cudaError_t dispatch_type(DType x, F&& f) {
   switch (x) {
@@ -137,9 +136,9 @@ cudaError_t dispatch_type(DType x, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// Calls f(Plan{}) for the first plan of the ladder that holds the row at once, in clusters of up to max_cluster where
-// the plan has them, or for the last, which takes several turns. A function of hidden_size, dtype and card alone, so
-// that a row's result never depends on where it lies or on the rows beside it.
+// Calls f(Plan{}) for the first plan of the ladder that holds the row at once, in clusters of up to max_cluster if the
+// plan has clusters, or for the last plan, which takes several tiles. The choice depends on hidden_size, dtype and card
+// only, so that the result of a row never depends on its position or on the other rows.
 template <typename F, typename First, typename... Rest>
 cudaError_t pick_plan(Ladder<First, Rest...>, int64_t hidden_size, int max_cluster, F&& f) {
   if constexpr (sizeof...(Rest) > 0) {
@@ -154,7 +153,7 @@ cudaError_t dispatch_plan(int64_t hidden_size, int max_cluster, F&& f) {
   return pick_plan(typename LadderOf::type{}, hidden_size, max_cluster, f);
 }
 
-// The same, from `Ragged` where rows are not made of whole 16 bytes.
+// The same, with the ladder for ragged rows if rows are not whole 16-byte vectors.
 template <typename LadderOf, typename RaggedLadderOf, typename scalar_t, typename F>
 cudaError_t dispatch_rows(int64_t hidden_size, int max_cluster, F&& f) {
   if (hidden_size * static_cast<int64_t>(sizeof(scalar_t)) % 16 != 0)

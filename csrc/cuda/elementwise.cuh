@@ -1,5 +1,4 @@
-// For operations of their own beside the norms' kernels, on any type and size: which columns and rows a thread has, and
-// the launch that fits.
+// Elementwise kernels of any dtype and size: the columns and rows of a thread, and the matching launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +11,7 @@
 
 namespace fused_layernorm {
 
-// Four columns a thread, by launch_quads(). Calls f(row, col, count) for each of its rows.
+// Four columns a thread, launched by launch_quads(). Calls f(row, col, count) for each row of the thread.
 template <typename F>
 __device__ __forceinline__ void for_each_quad(int64_t rows, int64_t hidden_size, F&& f) {
   const int64_t first_col = 4 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x);
@@ -22,8 +21,8 @@ __device__ __forceinline__ void for_each_quad(int64_t rows, int64_t hidden_size,
       f(row, col, static_cast<int>(min(hidden_size - col, int64_t{4})));
 }
 
-// Eight columns a thread, by launch_eights(): it keeps their weight and bias from row to row. Calls prepare(col, count)
-// for its columns, and what that returns with each of its rows.
+// Eight columns a thread, launched by launch_eights(); the thread keeps their weight and bias from row to row. Calls
+// prepare(col, count) once for the columns, and the function that it returns once a row.
 template <typename F>
 __device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size, F&& prepare) {
   for (int64_t col = 8 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x); col < hidden_size;
@@ -35,7 +34,7 @@ __device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size
   }
 }
 
-// A vector's first `count` elements, and zeros, from rows of any type.
+// Loads the first `count` elements of a vector of any dtype; the others are 0.
 template <int kVec, typename acc_t>
 __device__ __forceinline__ void load_columns(acc_t (&values)[kVec], const void* source, DType dtype, int64_t offset,
                                              int count) {
@@ -57,7 +56,7 @@ __device__ __forceinline__ void store_columns(void* target, DType dtype, int64_t
   store_vec_as<kVec>(target, dtype, offset, values, count, is_aligned<kVec>(target, dtype_bytes(dtype), offset));
 }
 
-// Threads for `vec` columns each, and so many blocks of rows that no more than `most_blocks` run.
+// `vec` columns a thread, and at most `most_blocks` blocks.
 template <typename Kernel, typename... Arguments>
 cudaError_t launch_vecs(int vec, int64_t most_blocks, int segments, Kernel kernel, int64_t rows, int64_t hidden_size,
                         cudaStream_t stream, const Arguments&... arguments) {
@@ -82,7 +81,7 @@ cudaError_t launch_quads(Kernel kernel, int64_t rows, int64_t hidden_size, cudaS
   return launch_vecs(4, int64_t{1} << 30, 1, kernel, rows, hidden_size, stream, arguments...);
 }
 
-// With threads that keep parameters between rows. `segments`: the grid's third dimension, of as many parts of the rows.
+// For kernels that keep parameters between rows. `segments` becomes the third dimension of the grid.
 template <typename Kernel, typename... Arguments>
 cudaError_t launch_eights(Kernel kernel, int64_t rows, int64_t hidden_size, int segments, cudaStream_t stream,
                           const Arguments&... arguments) {

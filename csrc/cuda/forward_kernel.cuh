@@ -1,26 +1,25 @@
-// The forward kernel for rows that fit the registers of a group of threads, or of a cluster. norm_forward.cu has the
-// formulas.
+// The forward kernel for rows that fit into the registers of a group of threads, or of a cluster. norm_forward.cu has
+// the formulas.
 #pragma once
 
 #include "activation.cuh"
-#include "add_rows.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
 #include "reduce.cuh"
+#include "stages.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-// Part of a row on its way between memory and the registers of its threads, for 16-bit rows that begin anywhere: in
-// shared memory it lies as in memory, so that all traffic is of whole 16 bytes (except at the ends of y) and all
-// shifting is done by element-wise access to shared memory. From sm_90 on the copy engine moves it: with a loop over
-// cp.async and one over stores, half of a thread's instructions were not arithmetic, and there the time went (H200,
-// bf16, N = 4097: three quarters of the issue slots used).
+// Stages ragged 16-bit rows through shared memory. The row keeps its alignment there, so that global traffic is whole
+// 16-byte words (except at the ends of y), and element-wise access to shared memory does the shifting. From sm_90 on
+// the copy engine moves the data: with loops of cp.async and stores, half of the instructions were not arithmetic, and
+// the kernel was bound by instruction issue (H200, bf16, N = 4097: three quarters of the issue slots used).
 template <typename Row, typename T, int kMaxWords>
-struct Stage {
+struct RowStaging {
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kBulk = true;
 #else
@@ -29,7 +28,7 @@ struct Stage {
   unsigned memory, barrier;  // shared addresses
   unsigned parity = 0;
 
-  __device__ Stage(const void* memory, const uint64_t* barrier, int rank)
+  __device__ RowStaging(const void* memory, const uint64_t* barrier, int rank)
       : memory(shared_address(memory)), barrier(shared_address(barrier)) {
     if (kBulk && rank == 0) {
       init_barrier(this->barrier, 1);
@@ -38,8 +37,8 @@ struct Stage {
     if (kBulk && kForRacecheck) Row::barrier();
   }
 
-  // Reads the aligned 16 bytes that cover `elements` elements, but nothing from `end` on; returns where the first of
-  // them lies.
+  // Reads the aligned 16-byte words that cover `elements` elements, but nothing from `end` on. Returns the shared
+  // address of the first element.
   __device__ unsigned fill(const T* source, int elements, const void* end, int rank) {
     const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
     const char* from = reinterpret_cast<const char*>(source);
@@ -67,7 +66,7 @@ struct Stage {
     return memory + past;
   }
 
-  // A pair of elements that may begin between two words; of the last one perhaps only the first.
+  // A vector that may straddle two words; of the last vector only the first `count` elements exist.
   template <int kVec>
   __device__ RawVec<T, kVec> get(unsigned at, int count) const {
     RawVec<T, kVec> raw;
@@ -87,12 +86,12 @@ struct Stage {
       if (i < count) store_shared_element(at + i * static_cast<int>(sizeof(T)), elements[i]);
   }
 
-  // Where an element-wise write to the stage puts what is to go to `target`.
+  // The shared address of the element that drain() will copy to `target`.
   __device__ unsigned place(const T* target) const {
     return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
   }
-  // Writes `elements` elements from their place to `target`: whole 16 bytes, and what shares its 16 bytes with other
-  // rows or slices by single elements.
+  // Copies `elements` elements from place(target) to `target`: by whole 16-byte words, and element by element in words
+  // shared with other rows or slices.
   __device__ void drain(T* target, int elements, int rank) const {
     constexpr int kWord = 16 / static_cast<int>(sizeof(T));
     const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
@@ -120,11 +119,11 @@ struct Stage {
   }
 };
 
-// The load stage of an Add: a thread's part of z, as it is rounded. `x`: this thread's first element, at column `col`
-// of the row; `gate`: what it is multiplied by, or nullptr. Every load is under way before the first is used (gate's
-// lie in the cache), and z is written when it is made.
+// The load stage: computes this thread's part of z, rounded. `x` is this thread's first element, at column `col` of the
+// row, and `gate` its factor, or nullptr. All loads are issued before the first use (gate is in the cache); z is stored
+// as it is computed.
 template <typename Held, typename Plan, typename x_t, typename scalar_t>
-__device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const AddStage& stage,
+__device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const LoadStage& stage,
                                          const x_t* x, const x_t* gate, int64_t row, int hidden_size, int col,
                                          const Held& held) {
   using acc_t = acc_type<scalar_t>;
@@ -139,7 +138,7 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
     z[v] = filled_vec<scalar_t, kVec>(acc_t(-0.0));  // x + -0 is x, also where that is -0
     if (stage.residual) z[v] = load_vec<scalar_t, kVec>(residual + v * kStep);
   });
-  // `drop` is given one vector of x
+  // `drop` modifies one vector of x
   const auto sum = [&](int v, auto drop) {
     acc_t from_x[kVec], values[kVec];
     unpack(x_raw[v], from_x);
@@ -152,7 +151,7 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   };
   if (stage.dropout.philox) {
     const RowDropout<acc_t> dropout(stage.dropout, row);
-    // A branch for each: side by side, random numbers take more registers than there are
+    // Predicate each vector: random numbers of several vectors at once would spill
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
       if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
@@ -173,19 +172,19 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-// The store stage of one row of an After.
+// The epilogue of one row.
 template <typename T, bool kQuick, bool kDrops>
-struct AfterRow {
+struct EpilogueRow {
   Activation activation;
   RowDropout<T> dropout;
-  bool drops;  // not known when the kernel is compiled
+  bool drops;  // a run-time value
 
-  __device__ AfterRow(const AfterNorm& after, int64_t row)
-      : activation(after.activation), dropout(after.dropout, row), drops(after.dropout.philox) {}
+  __device__ EpilogueRow(const Epilogue& epilogue, int64_t row)
+      : activation(epilogue.activation), dropout(epilogue.dropout, row), drops(epilogue.dropout.philox) {}
 
-  // Calls store_each(apply), which loops over the row's vectors and calls apply(values, first column) for each of them.
-  // kIsStraight: each activation has a loop of its own, so that a row's instructions lie one after the other and warps
-  // do not wait for them; else, for less code, one loop branches to the activation for each vector.
+  // Calls store_each(apply), which loops over the row's vectors and calls apply(values, first column) for each.
+  // kIsStraight: one loop per activation, as straight-line code that warps fetch without stalls; else one loop that
+  // branches to the activation for each vector, for less code.
   template <bool kIsStraight, typename F>
   __device__ __forceinline__ void apply(F&& store_each) const {
     if constexpr (kIsStraight) {
@@ -196,7 +195,7 @@ struct AfterRow {
           store_each([&](auto& values, int col) {
             if constexpr (!kIsRelu) activate<kQuick>(values, which);
             if constexpr (kDrops) dropout.apply(values, static_cast<unsigned>(col));
-            if constexpr (kIsRelu) activate<kQuick>(values, which);  // the same, and before dropout it spills
+            if constexpr (kIsRelu) activate<kQuick>(values, which);  // commutes with dropout, and spills before it
           });
       });
     } else {
@@ -204,7 +203,7 @@ struct AfterRow {
         if (activation != Activation::kNone)
           with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
         if constexpr (kDrops) {
-          int drops = this->drops;  // asked, or code for later vectors moves up and spills
+          int drops = this->drops;  // hidden from the optimizer: code of later vectors would be hoisted and spill
           asm volatile("" : "+r"(drops));
           if (drops) dropout.apply(values, static_cast<unsigned>(col));
         }
@@ -213,32 +212,32 @@ struct AfterRow {
   }
 };
 
-// kEager, for few rows, where the time is that of one row: weight and bias are loaded at the start, not when they are
-// used, and the launch overlaps the kernel before (H200, fp32, 32 x 512: 2.5 us became 1.3). It is for plain calls.
-// An After has one weight for all rows, too.
+// kEager, for few rows, where the latency of one row decides: weight and bias are prefetched at the start, and the
+// launch overlaps the previous kernel (H200, fp32, 32 x 512: 2.5 us became 1.3). Only for plain calls. An epilogue also
+// has one weight for all rows.
 template <typename scalar_t, bool kEager, typename Fused>
 using ForwardParams = std::conditional_t<
     kEager, PlainForwardParams<scalar_t, int>,
-    std::conditional_t<kHasAfter<Fused>, PlainForwardParams<scalar_t, int64_t>, KernelForwardParams>>;
+    std::conditional_t<kHasEpilogue<Fused>, PlainForwardParams<scalar_t, int64_t>, KernelForwardParams>>;
 
-// Whether rows may be taken in turns (kTakesTurns). fp32 weights of 16-bit x would spill.
+// Whether threads may iterate over rows (kIteratesRows). fp32 weights of 16-bit x would spill.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
-constexpr bool kInTurns =
-    !kEager && !kIsFused<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kTakesTurns<scalar_t, Plan>;
+constexpr bool kIterates =
+    !kEager && !kHasStage<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kIteratesRows<scalar_t, Plan>;
 
-// Where rows pass through shared memory, for every dtype of weight.
+// Shared memory of RowStaging, the same for every dtype of weight.
 template <typename scalar_t, typename Plan>
-struct StageMemory {
+struct StagingMemory {
   static constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
   static constexpr int kRows = kStaged ? kForwardThreads<Plan> / Plan::kThreads : 1;
-  uint4 stages[kRows][kStaged ? kStageBytes<scalar_t, Plan> / 16 : 1];
+  uint4 rows[kRows][kStaged ? kStagingBytes<scalar_t, Plan> / 16 : 1];
   uint64_t barriers[kRows];
 };
 
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
                                             acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
-                                            StageMemory<scalar_t, Plan>& staged) {
+                                            StagingMemory<scalar_t, Plan>& staged) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -250,28 +249,28 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
 
   constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
-  // Threads side by side, of the row or of one warp, which then has a slice of it
+  // Adjacent threads: all of the row, or one warp that has a contiguous slice of it
   constexpr int kSpan = kByWarps<Plan> ? 32 : kThreads;
   constexpr int kStep = kSpan * kVec;
-  using Held = Places<Plan, kRagged, kSpan, kHasAfter<Fused>>;
+  using Held = RegisterSlots<Plan, kRagged, kSpan, kHasEpilogue<Fused>>;
 
-  // The reference point of a warp: its mean; for 16-bit x the mean of its first kSample vectors, which saves most of a
-  // pass. A quarter of a set lies at most 2 sigma from its mean, a seventh 2.5 (Cauchy-Schwarz): var loses at most
-  // three bits, of many more than 16-bit results can show.
+  // The reference point of a warp is its mean; for 16-bit x the mean of its first kSample vectors, which saves most of
+  // a pass. The mean of a quarter of a set is at most 2 sigma from the mean of all, that of a seventh 2.5
+  // (Cauchy-Schwarz): var loses at most three bits, of many more than a 16-bit result shows.
   constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
 
-  static_assert(!kIsFused<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
-  // Which slice of the row: the blocks of a cluster share a row, or the warps of a block
+  static_assert(!kHasStage<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  // The slice of the row: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   int rank = Row::rank();
-  // What follows from it is made anew each turn: kept, it would spill
-  if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) asm volatile("" : "+r"(rank));
+  // Hide `rank` from the optimizer: derived values are recomputed for each row; keeping them spills
+  if constexpr (kIterates<scalar_t, weight_t, Plan, kEager, Fused>) asm volatile("" : "+r"(rank));
   if (blocks > 1) cluster_arrive();
   const int hidden_size = static_cast<int>(params.hidden_size);
   const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
   const int slice_col = blocks > 1 ? cluster_rank() * slice_most : kByWarps<Plan> ? rank / 32 * kVecs * kStep : 0;
   const int elements = blocks > 1 ? min(slice_most, hidden_size - slice_col) : hidden_size - slice_col;  // perhaps < 0
-  const int own = rank % kSpan * kVec;  // where this thread's first vector begins
+  const int own = rank % kSpan * kVec;  // offset of this thread's first vector
   constexpr int kTile = kVecs * kStep;
   const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
   const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
@@ -279,18 +278,18 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const auto parameter_at = [&] { return parameters_of(params, row) + slice_col + own; };
   const weight_t* weight = static_cast<const weight_t*>(params.weight) + parameter_at();
   const weight_t* bias = static_cast<const weight_t*>(params.bias) + parameter_at();
-  // Kept, or their addresses are worked out anew for each vector
+  // Hide both pointers from the optimizer: else their addresses are recomputed for each vector
   asm volatile("" : "+l"(weight), "+l"(bias));
-  // weight_offset is added to every weight where memory leaves time for it, which it does not at 64 columns of 16 bits
-  // (H200: 5% slower, by this and by the order of loads)
+  // weight_offset is added to every weight where the kernel waits for memory, which it does not at 64 columns of 16
+  // bits (H200: 5% slower, by this and by the order of loads)
   constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
-  constexpr bool kAddsOffset = kWhole && !kHasAfter<Fused> && !kIsTiny;
-  // fp32 weights beside 16-bit x, in a kernel with the registers of narrow ones
-  constexpr bool kIsWide = !kIsFused<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
-  // Loads that are not of constant memory stay behind the stores before them (load_parameter); said anew for them. Of
-  // rows in turns those by four vectors would spill otherwise.
-  constexpr bool kOrdered =
-      kHasAfter<Fused> || kIsWide || (kAddsOffset && kVecs == 4 && kInTurns<scalar_t, weight_t, Plan, kEager, Fused>);
+  constexpr bool kAddsOffset = kWhole && !kHasEpilogue<Fused> && !kIsTiny;
+  // fp32 weights beside 16-bit x, within the register budget of 16-bit weights
+  constexpr bool kIsWide = !kHasStage<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
+  // Ordered loads of parameters stay behind earlier stores (load_parameter). The compiler must be told again that they
+  // are global. Plans of four vectors that iterate over rows would spill without the order.
+  constexpr bool kOrdered = kHasEpilogue<Fused> || kIsWide ||
+                            (kAddsOffset && kVecs == 4 && kIterates<scalar_t, weight_t, Plan, kEager, Fused>);
   if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
   if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
@@ -316,12 +315,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     load_all(bias_raw, bias, params.bias, zero_vec<weight_t, kVec>());
   }
 
-  // Load; what lies beyond the row is not looked at
+  // Load; elements beyond the row are never used
   RawVec<scalar_t, kVec> raw[kVecs];
-  Stage<Row, scalar_t, kStageBytes<scalar_t, Plan> / 16> stage(
-      staged.stages[kStaged ? Row::group() : 0], &staged.barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
+  RowStaging<Row, scalar_t, kStagingBytes<scalar_t, Plan> / 16> staging(
+      staged.rows[kStaged ? Row::group() : 0], &staged.barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
-    if constexpr (kAdds<Fused>) {
+    if constexpr (kHasLoad<Fused>) {
       const int col = slice_col + own;
       const x_t* gate = static_cast<const x_t*>(fused.gate) + segment_of(params, row) * fused.gate_stride + col;
       load_sum<Held, Plan>(raw, fused, x + own, gate, row, hidden_size, col, Held(elements, own));
@@ -331,14 +330,14 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       unsigned at = 0;
       if constexpr (kStaged) {
         if (tile != 0 || kManyTiles<Plan>) Row::barrier();
-        at = stage.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
+        at = staging.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
       }
       const Held held(left, own);
       held.for_each([&](int v, auto whole) {
         const int skip = held.index(v) * kStep, count = left - own - skip;
         if (!whole && count <= 0) return;
         if constexpr (kStaged) {
-          raw[v] = stage.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
+          raw[v] = staging.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
         } else {
           raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
         }
@@ -346,7 +345,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     }
   };
 
-  // Statistics: of the whole row when it fits the registers, else tile by tile
+  // Statistics: of the whole row if it fits into registers, else tile by tile
   acc_t values[kVec];
   Moments<acc_t> part{};
 #pragma unroll 1
@@ -354,7 +353,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     load(tile);
     const int left = elements - tile;
     const Held held(left, own);
-    // How many of the first `vecs` vectors' elements `lanes` threads from this thread's or warp's first on hold
+    // The number of elements in the first `vecs` vectors of `lanes` threads, the first of which is thread `first`
     const auto held_of = [&](int vecs, int first, int lanes) {
       const int full = min(max(left, 0) / kStep, vecs);
       const int rest = full == vecs ? 0 : min(max(left - full * kStep - first * kVec, 0), lanes * kVec);
@@ -364,7 +363,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank % kSpan, 1)), 0, 0, 0};
     if (!params.is_rms_norm) {
       acc_t sum = 0;
-      const auto sample = [&](int v) {  // what is not there is 0
+      const auto sample = [&](int v) {  // absent elements are 0
         unpack(raw[v], values);
         sum += vec_sum(values);
       };
@@ -390,14 +389,14 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       const int sampled = held_of(kSample, warp_first, Row::kLanes);
       if (sampled > 0) here.m = snapped(quick_ratio(sum, sampled), first);
     }
-    if constexpr (kWidenAnew<Plan>) forget(raw);
+    if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
     held.for_each([&](int v, auto whole) {
       const int count = held.count(v);
       if (!whole && count <= 0) return;
       unpack(raw[v], values);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-      if (!kWhole && !whole) {  // what is not there must add nothing
+      if (!kWhole && !whole) {  // absent elements must add nothing
 #pragma unroll
         for (int i = 0; i < kVec; ++i)
           if (i >= count) values[i] = 0;
@@ -426,18 +425,18 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   }
   const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
 
-  // Store: backwards, as the last tile is still in registers
-  if constexpr (kWidenAnew<Plan>) forget(raw);
+  // Store, last tile first: it is still in registers
+  if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
   const int64_t y_row = row * params.hidden_size + slice_col;
   const bool has_offset = params.weight && (kIsTiny || params.weight_offset != 0);
   const acc_t no_offset = kIsTiny ? acc_t(0) : acc_t(-0.0);  // which changes no weight
   const acc_t weight_offset = has_offset ? static_cast<acc_t>(params.weight_offset) : no_offset;
-  const bool same_dtype = kIsFused<Fused> || params.y_dtype == dtype_of<x_t>;
-  const auto after = [&] {
-    if constexpr (kHasAfter<Fused>)
-      return AfterRow<acc_t, sizeof(x_t) == 2, kDropsY<Fused>>(fused, row);
+  const bool same_dtype = kHasStage<Fused> || params.y_dtype == dtype_of<x_t>;
+  const auto epilogue = [&] {
+    if constexpr (kHasEpilogue<Fused>)
+      return EpilogueRow<acc_t, sizeof(x_t) == 2, kDropsY<Fused>>(fused, row);
     else
-      return NotFused{};
+      return NoStage{};
   }();
 #pragma unroll 1
   for (int tile = last_tile; kManyTiles<Plan> ? tile >= 0 : tile == 0; tile -= kTile) {
@@ -445,25 +444,25 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     const Held held(left, own);
     if (tile != last_tile) load(tile);
     x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
-    // `plain`: y of x's type and, without kAddsOffset, no weight_offset; where something comes after, a weight
+    // `plain`: y of x's type and, without kAddsOffset, no weight_offset; with an epilogue, also a weight
     const auto store = [&](const auto* weight, const auto* bias, auto plain) {
       [[maybe_unused]] unsigned place = 0;
       if constexpr (kStaged) {
         Row::barrier();
-        place = stage.place(y) + own * static_cast<int>(sizeof(scalar_t));
+        place = staging.place(y) + own * static_cast<int>(sizeof(scalar_t));
       }
-      // Where something comes after, a vector's weight and bias are asked for before the one in front of it is worked
-      // on, as the compiler may not (load_parameter). fp32 beside 16-bit x, and eight vectors of fp32, would spill.
+      // With an epilogue, prefetch the next vector's weight and bias: the ordered loads (load_parameter) keep the
+      // compiler from hoisting them. fp32 weights beside 16-bit x, and eight vectors of fp32, would spill.
       using parameter_t = std::decay_t<decltype(*weight)>;
       constexpr bool kAhead =
-          kHasAfter<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(x_t) == 2 || kVecs < 8);
+          kHasEpilogue<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(x_t) == 2 || kVecs < 8);
       [[maybe_unused]] RawVec<parameter_t, kVec> next_weight, next_bias;
       [[maybe_unused]] const auto ask_for = [&](int v, bool is_there) {
         if (v >= kVecs || !(is_there || held.count(v) > 0)) return;
         next_weight = weight_vec(weight + v * kStep, kVec, plain || params.weight);
         next_bias = bias_vec(bias + v * kStep, kVec);
       };
-      const auto store_each = [&](auto&& after) {
+      const auto store_each = [&](auto&& apply) {
         if constexpr (kAhead) ask_for(0, false);
         held.for_each([&](int v, auto whole) {
           const int skip = held.index(v) * kStep, count = left - own - skip;
@@ -488,37 +487,38 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
           unpack(raw[v], values);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-          after(values, slice_col + own + skip);
+          apply(values, slice_col + own + skip);
           if (!plain && !same_dtype) {
             store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
           } else if constexpr (kStaged) {
-            stage.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
+            staging.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
           } else {
             store_vec(y + own + skip, values);
           }
         });
       };
-      if constexpr (!kHasAfter<Fused>) {
+      if constexpr (!kHasEpilogue<Fused>) {
         store_each([](acc_t(&)[kVec], int) {});
       } else {
-        after.template apply<plain>(store_each);
+        epilogue.template apply<plain>(store_each);
       }
       if constexpr (kStaged) {
-        if (plain || same_dtype) stage.drain(y, min(left, kTile), rank);
+        if (plain || same_dtype) staging.drain(y, min(left, kTile), rank);
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
-      // An Add leaves time for questions, and halves its code by it
-      if (kEager || (!kAdds<Fused> && same_dtype &&
-                     (kAddsOffset || (weight_offset == 0 && (!kHasAfter<Fused> || params.weight))))) {
+      // With a load stage a branch per vector is free, and halves the code
+      if (kEager || (!kHasLoad<Fused> && same_dtype &&
+                     (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))))) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
       }
     };
-    if constexpr (kIsFused<Fused> && sizeof(weight_t) == 2) {
+    if constexpr (kHasStage<Fused> && sizeof(weight_t) == 2) {
       if (params.weight_dtype == DType::kFloat32) {
-        const int64_t at = weight - static_cast<const weight_t*>(params.weight);  // parameter_at() anew spilled
+        // Calling parameter_at() again spilled
+        const int64_t at = weight - static_cast<const weight_t*>(params.weight);
         store_by(static_cast<const float*>(params.weight) + at, static_cast<const float*>(params.bias) + at);
         continue;
       }
@@ -527,54 +527,56 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   }
 }
 
-// forward_row() of the dtypes that are known at run time: of fp32 weights beside 16-bit x, and of 16-bit x beside fp32
-// z. With Fused, weight's is a question of the store loop.
+// Dispatches run-time dtypes to forward_row(): fp32 weights beside 16-bit x, and 16-bit x beside fp32 z. With a stage,
+// the store loop tests weight's dtype.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, kEager, Fused>& params,
                                                      acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
-                                                     StageMemory<scalar_t, Plan>& staged) {
-  if constexpr (!kIsFused<Fused> && sizeof(weight_t) == 2) {
+                                                     StagingMemory<scalar_t, Plan>& staged) {
+  if constexpr (!kHasStage<Fused> && sizeof(weight_t) == 2) {
     if (params.weight_dtype == DType::kFloat32) {
-      // Nothing of the row from before the branch is kept beside what follows from it: ragged rows would spill
+      // Hide `row` from the optimizer: values computed before the branch and kept across it would make ragged rows
+      // spill
       if constexpr (!kIsWhole<scalar_t, Plan>) asm volatile("" : "+l"(row));
       return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, staged);
     }
   }
-  if constexpr (std::is_same<Fused, Add<float>>::value) {
+  if constexpr (std::is_same<Fused, WithLoad<float>>::value) {
     if (params.x_dtype == DType::kFloat16)
-      return forward_row<float, __half, Plan, kEager>(params, inverse_n, Add<__half>{fused}, row, staged);
+      return forward_row<float, __half, Plan, kEager>(params, inverse_n, WithLoad<__half>{fused}, row, staged);
     if (params.x_dtype == DType::kBFloat16)
-      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, Add<__nv_bfloat16>{fused}, row, staged);
+      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row,
+                                                             staged);
   }
   forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
 }
 
-// Fused: NotFused, or an Add or After. Weight is of weight_t, or fp32 whatever weight_t. Types that are known at run
-// time have paths of their own, so that each is as if there were no other.
+// Fused: NoStage, WithLoad or WithEpilogue. Weight is of weight_t or fp32. Each run-time dtype has a separate path
+// through the kernel, with its own register allocation and schedule.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager ? 1
                                          : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                       kAdds<Fused>, kDropsY<Fused>))
+                                                                       kHasLoad<Fused>, kDropsY<Fused>))
     norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
-  __shared__ StageMemory<scalar_t, Plan> staged;
-  if constexpr (kInTurns<scalar_t, weight_t, Plan, kEager, Fused>) {
-    int64_t row = static_cast<int64_t>(blockIdx.x) * params.turns * kRows + Row::group();
+  __shared__ StagingMemory<scalar_t, Plan> staged;
+  if constexpr (kIterates<scalar_t, weight_t, Plan, kEager, Fused>) {
+    int64_t row = static_cast<int64_t>(blockIdx.x) * params.iterations * kRows + Row::group();
     do {
       if (row >= params.rows) return;
       forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
-      if (params.turns == 1 || (sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
+      if (params.iterations == 1 || (sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
       row += kRows;
       asm volatile("" : "+l"(row));
-      if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is free
-    } while (row / kRows % kSegmentTurns<Plan> != 0);
+      if constexpr (Row::kWarps > 1) Row::barrier();  // scratch may be reused
+    } while (row / kRows % kSegmentIterations<Plan> != 0);
   } else {
     const int64_t row =
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
-    // Left, not skipped: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
+    // Return, do not skip: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
     if (row >= params.rows) return;
     forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
   }
@@ -582,23 +584,23 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// How many blocks, or clusters, without kEager; and says in `params` how many rows they take one after the other.
+// The number of blocks, or clusters, without kEager. Sets params.iterations.
 template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 int64_t forward_blocks(KernelForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-  params.turns = 1;
-  if (kInTurns<scalar_t, weight_t, Plan, false, Fused> && params.weight_dtype == dtype_of<weight_t> &&
+  params.iterations = 1;
+  if (kIterates<scalar_t, weight_t, Plan, false, Fused> && params.weight_dtype == dtype_of<weight_t> &&
       params.segments > kFewSegments<Plan> && params.segments < params.rows &&
-      params.rows * Plan::kThreads >= kSegmentTurns<Plan> * kSegmentTurnsThreads)
-    params.turns = kSegmentTurns<Plan>;
-  const int64_t rows = kRows * params.turns;
+      params.rows * Plan::kThreads >= kSegmentIterations<Plan> * kSegmentIterationThreads)
+    params.iterations = kSegmentIterations<Plan>;
+  const int64_t rows = kRows * params.iterations;
   return (params.rows + rows - 1) / rows;
 }
 
-// With an Add or After, by the plans for them.
+// Launches forward with a stage, by the ladder of that stage.
 template <typename scalar_t, typename Stage>
-cudaError_t launch_fused_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
-  using LadderOf = std::conditional_t<kHasAfter<Stage>, AfterLadder<scalar_t>, AddLadder<scalar_t>>;
+cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
+  using LadderOf = std::conditional_t<kHasEpilogue<Stage>, EpilogueLadder<scalar_t>, LoadLadder<scalar_t>>;
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
     const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1,
@@ -626,11 +628,11 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
       const int64_t blocks = (params.rows + kRows - 1) / kRows;
       if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
         const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-        return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, true, NotFused>,
-                                  Plain(params), inverse_n, NotFused{});
+        return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, true, NoStage>,
+                                  Plain(params), inverse_n, NoStage{});
       }
     }
-    const auto kernel = norm_forward_kernel<scalar_t, scalar_t, Plan, false, NotFused>;
+    const auto kernel = norm_forward_kernel<scalar_t, scalar_t, Plan, false, NoStage>;
     int cluster = 1;
     if constexpr (Plan::kClusters) {
       static OncePerDevice allowed;
@@ -638,27 +640,28 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
       if (error != cudaSuccess) return error;
       cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
     }
-    KernelForwardParams told = params;
-    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, NotFused>(told) * cluster,
+    KernelForwardParams arguments = params;
+    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, NoStage>(arguments) * cluster,
                                kForwardThreads<Plan>, 0, cluster, stream);
     if (kIsStaged<scalar_t, Plan>)
-      told.x_end =
+      arguments.x_end =
           static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
-    return cudaLaunchKernelEx(&launch.config, kernel, told, inverse_n, NotFused{});
+    return cudaLaunchKernelEx(&launch.config, kernel, arguments, inverse_n, NoStage{});
   };
   return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
       params.hidden_size, facts.max_cluster, launch_plan);
 }
 
 template <typename scalar_t>
-cudaError_t launch_add(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream) {
-  return launch_fused_forward<scalar_t>(params, Add<scalar_t>{stage}, stream);
+cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+  return launch_staged_forward<scalar_t>(params, WithLoad<scalar_t>{stage}, stream);
 }
 
 template <typename scalar_t>
-cudaError_t launch_after(const KernelForwardParams& params, const AfterNorm& after, cudaStream_t stream) {
-  if (after.dropout.philox) return launch_fused_forward<scalar_t>(params, After<scalar_t, true>{after}, stream);
-  return launch_fused_forward<scalar_t>(params, After<scalar_t, false>{after}, stream);
+cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream) {
+  if (epilogue.dropout.philox)
+    return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, true>{epilogue}, stream);
+  return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, false>{epilogue}, stream);
 }
 
 }  // namespace fused_layernorm

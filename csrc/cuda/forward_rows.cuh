@@ -1,4 +1,4 @@
-// What the forward kernels share: the statistics of a row, put together from its parts.
+// Shared by the forward kernels: the statistics of a row, merged from those of its parts.
 //
 // Each warp takes a reference point m near the mean of its share of the row, then sums d = x-m and d*d: two passes over
 // registers. A set of n numbers described by (m, c = sum(d), q = sum(d*d)) is moved to another reference point m +
@@ -19,7 +19,7 @@
 
 namespace fused_layernorm {
 
-// Pairwise, which is exacter and a shorter chain of dependent additions.
+// Pairwise: more accurate, and a shorter dependency chain.
 template <int kVec, typename T>
 __device__ __forceinline__ T vec_sum(const T (&values)[kVec]) {
   T sums[kVec];
@@ -36,7 +36,7 @@ template <typename T>
 struct Moments {
   T n, m, c, q;
 
-  // One vector more, given as differences from m; n is counted by the caller.
+  // Adds a vector of differences from m; the caller counts n.
   template <int kVec>
   __device__ __forceinline__ void add(const T (&differences)[kVec]) {
     c += vec_sum(differences);
@@ -44,7 +44,7 @@ struct Moments {
     for (int i = 0; i < kVec; ++i) q = fma(differences[i], differences[i], q);
   }
 
-  // The same set seen from another reference point.
+  // The same set with another reference point.
   __device__ Moments about(T other) const {
     const T d = m - other;
     const T moved = q + d * (n * d + 2 * c);
@@ -52,16 +52,16 @@ struct Moments {
   }
 };
 
-// `mean`, or `first`, one of the numbers that it is the mean of, where they differ by no more than the rounding of a
-// sum may make them. So the reference point of numbers that are all the same is this number, and their variance 0: else
-// what a mean of 1e6 is rounded by would hide an eps of 1e-12.
+// Returns `first`, one of the averaged numbers, if it differs from `mean` by no more than the rounding of a sum; else
+// `mean`. So the reference point of equal numbers is that number, and their variance is exactly 0: the rounding error
+// of a mean of 1e6 would otherwise exceed an eps of 1e-12.
 template <typename T>
 __device__ __forceinline__ T snapped(T mean, T first) {
   constexpr T kNear = sizeof(T) == 8 ? T(0x1p-48) : T(0x1p-19);  // 32 roundings
   return abs(mean - first) <= abs(mean) * kNear ? first : mean;
 }
 
-// Of the union of `kCount` sets, one a lane, in neighbouring lanes of a full warp; the first one not empty.
+// The union of `kCount` sets, one a lane, in neighbouring lanes of a full warp. The first set must not be empty.
 template <int kCount, typename T>
 __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
   using Lanes = RowThreads<32, 1>;
@@ -72,8 +72,8 @@ __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n
   return part;
 }
 
-// Of this block's part of a row, from each thread's part. All parts of a warp have the same m; n counts the warp's
-// elements. A barrier of the row, where it has more than a warp.
+// Merges the threads' parts into this block's part of a row. All parts of a warp have the same m, and n counts the
+// elements of the warp. Includes a barrier of the row if it has several warps.
 template <typename Row, typename T>
 __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch, int rank) {
   const T half = lanes_half_sum<Row, Row::kLanes>(Pair<T>{part.c, part.q});
@@ -98,8 +98,9 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
   return part;
 }
 
-// The first `count` elements of a parameter's vector where it is `given`; the others are `neutral`. kOrdered: not moved
-// ahead of what is stored before. Loads of constant memory are, in straight code that of all its vectors, which spills.
+// Loads the first `count` elements of a parameter's vector if the parameter is `given`; the others are `neutral`.
+// kOrdered keeps the load behind earlier stores: read-only loads of all vectors of straight-line code are hoisted,
+// which spills.
 template <int kVec, bool kOrdered = false, typename weight_t>
 __device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t* source, int count, bool given,
                                                                  RawVec<weight_t, kVec> neutral) {
@@ -116,16 +117,17 @@ __device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t*
   return neutral;
 }
 
-// Good enough for a reference point, which only has to lie near the mean; a true division is a call that spills.
+// Approximate, which is enough for a reference point near the mean; an exact division is a function call, around which
+// registers spill.
 __device__ __forceinline__ float quick_ratio(float sum, int n) { return __fdividef(sum, static_cast<float>(n)); }
 __device__ __forceinline__ double quick_ratio(double sum, int n) { return sum / n; }
 
 __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
-// What most calls ask for and no more, by the names of KernelForwardParams: one weight for all rows, y of x's dtype.
-// Few bytes and little code, which small problems wait for (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6). `rows_t`:
-// wide enough for the rows there may be.
+// The fields of KernelForwardParams that a plain call needs: one weight for all rows, y of x's dtype. Fewer argument
+// bytes and less code shorten small launches (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6). `rows_t` must hold the
+// number of rows.
 template <typename scalar_t, typename rows_t>
 struct PlainForwardParams {
   const void *x, *weight, *bias;
@@ -159,7 +161,7 @@ struct PlainForwardParams {
         weight_dtype(params.weight_dtype) {}
 };
 
-// The segment of a row, and where its weight and bias begin.
+// The segment of a row, and the offset of its weight and bias.
 template <typename Params>
 __device__ __forceinline__ unsigned segment_of(const Params& params, int64_t row) {
   if (params.segments <= 1) return 0;
@@ -171,7 +173,7 @@ __device__ __forceinline__ int64_t parameters_of(const Params& params, int64_t r
   return segment_of(params, row) * params.weight_stride;
 }
 
-// What turns an element into x_hat.
+// Maps an element to x_hat.
 template <typename T>
 struct RowNorm {
   T mean, rstd, shift;
@@ -179,7 +181,7 @@ struct RowNorm {
   __device__ __forceinline__ T x_hat(T x) const { return fma(x - mean, rstd, shift); }
 };
 
-// From the moments of a whole row. `saves`: this thread writes down the statistics, where they are wanted.
+// From the moments of a whole row. `saves`: this thread stores the statistics, if they are wanted.
 template <typename T, typename Params>
 __device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inverse_n, const Params& params, int64_t row,
                                                  bool saves) {
@@ -200,13 +202,13 @@ __device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inver
   return {mean, rstd, -mean_tail * rstd};
 }
 
-// Streams long rows through persistent clusters; cudaErrorNotSupported where such rows, or such a card, are not served
-// that way: by hidden_size, dtypes and card alone, as the bits of the two ways differ. params.workspace: room for the
-// counter by which rows are claimed.
+// Streams long rows through persistent clusters. Returns cudaErrorNotSupported for rows or cards without such a kernel;
+// the choice depends on hidden_size, dtypes and the card only, because the two kernels round differently.
+// params.workspace holds the counter from which clusters claim rows.
 constexpr int64_t kRowCounterBytes = sizeof(unsigned);
 cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream);
 
-// Rows that are shared by the whole card (norm_huge.cu).
+// Rows that the whole card shares (norm_huge.cu).
 bool is_huge_forward(const KernelForwardParams& params);
 int64_t forward_huge_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);

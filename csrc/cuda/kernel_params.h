@@ -1,5 +1,6 @@
-// What the kernels are passed. launch.cu translates norm_params.h to this, and composes what no kernel does at once:
-// here every tensor has a dtype that some kernel takes. Comments of norm_params.h hold where there is none.
+// The arguments of the kernels. launch.cu translates norm_params.h to these structs, and splits a call that no single
+// kernel takes: here every tensor has a dtype that some kernel reads. A field without a comment is described in
+// norm_params.h.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace fused_layernorm {
 
-// Forward's epilogue. All rows share one weight then.
-struct AfterNorm {
+// Forward's epilogue. It goes with one weight for all rows.
+struct Epilogue {
   Activation activation;
   Dropout dropout;
 
@@ -18,7 +19,7 @@ struct AfterNorm {
 };
 
 // Forward's load stage. A dropped element counts as 0, also where x is not finite.
-struct AddStage {
+struct LoadStage {
   const void* residual;
   void* residual_out;
   RowStrides residual_strides;
@@ -29,7 +30,7 @@ struct AddStage {
   int64_t gate_stride;
 };
 
-// The adjoints of the stages around a norm of z. A null pointer: not there, or not wanted.
+// The adjoints of the stages around the norm of z. A null pointer is an absent input or an unwanted result.
 struct GradStages {
   const void* grad_residual_out;  // of z's dtype, which is KernelBackwardParams::x_dtype
   void* grad_residual;
@@ -39,7 +40,7 @@ struct GradStages {
   RowStrides x_strides;
   int64_t gate_stride;
   Dropout dropout;  // of x
-  AfterNorm epilogue;
+  Epilogue epilogue;
   DType grad_output_dtype;    // z's, or 16-bit beside fp32 z
   DType grad_input_dtype;     // likewise
   DType grad_residual_dtype;  // grad_input_dtype or fp32
@@ -54,9 +55,9 @@ struct KernelForwardParams {
   const void* weight;
   const void* bias;
   void* y;
-  const void* x_end;  // behind the last element of x; for staged rows, set by the launcher
+  const void* x_end;  // past the last element of x; set by the launcher for ragged rows
 
-  // All of them or none (mean and mean_tail: nullptr for RMSNorm)
+  // All of them or none; mean and mean_tail are nullptr for RMSNorm
   void* rstd;
   void* mean;
   void* mean_tail;
@@ -69,7 +70,7 @@ struct KernelForwardParams {
   double eps;
   double weight_offset;
   int segments;
-  int turns;  // rows that threads take one after the other, a power of 2; set by the launcher
+  int iterations;  // rows per group of threads, a power of 2; set by the launcher
   int64_t weight_stride;
   DType x_dtype;
   DType weight_dtype;  // of weight and bias: x_dtype or fp32
@@ -77,13 +78,13 @@ struct KernelForwardParams {
   bool is_rms_norm;
 };
 
-// Here x is what was normalized: z where forward had a load stage.
+// Here x is the tensor that forward normalized: z where it had a load stage.
 struct KernelBackwardParams {
   const void* grad_output;  // of x's dtype; or of GradStages::grad_output_dtype
   const void* x;
   const void* weight;
   const void* rstd;
-  const void* mean;       // nullptr for RMSNorm, or: 0
+  const void* mean;       // nullptr: 0 (RMSNorm)
   const void* mean_tail;  // nullptr where mean is
 
   void* grad_input;  // of x's dtype; or of GradStages::grad_input_dtype
@@ -108,7 +109,7 @@ struct KernelBackwardParams {
   bool stats_grad;
   bool accumulate;
 
-  const void* bias;  // with an epilogue, and where x is forward's y
+  const void* bias;  // read with an epilogue, and where x is forward's y
 };
 
 inline const void* advanced(const void* data, int64_t elements, DType dtype) {
@@ -118,8 +119,8 @@ inline void* advanced(void* data, int64_t elements, DType dtype) {
   return const_cast<void*>(advanced(static_cast<const void*>(data), elements, dtype));
 }
 
-// `rows` rows from `first` on as a problem of its own, with segment 0's weight and bias. Of rows in groups, `first` is
-// that of a group, or all of these rows are in one group.
+// Narrows a problem to `rows` rows from `first` on, with the weight and bias of segment 0. Where rows come in groups
+// (RowStrides), `first` must begin a group, or all of these rows must lie in one group.
 template <class Params>
 void take_rows(Params& params, int64_t first, int64_t rows) {
   params.rows = rows;
@@ -140,7 +141,7 @@ inline KernelBackwardParams part_of(KernelBackwardParams params, int64_t first, 
   return params;
 }
 
-// One segment of the rows as a problem of its own.
+// One segment of the rows as a separate problem.
 inline KernelForwardParams segment_of_rows(const KernelForwardParams& all, int segment) {
   const int64_t rows = all.rows / all.segments;
   KernelForwardParams params = part_of(all, segment * rows, rows);

@@ -1,25 +1,25 @@
-// The entry points of norm_params.h: what each call launches.
+// The entry points of norm_params.h: the launches of each call.
 //
-// A call that a kernel takes as it is becomes one launch (and the final sum of its partial weight gradients). Any other
-// call is composed here: conversions of what no kernel reads, the load stage and the epilogue as elementwise kernels
-// before and after the plain norm, and their adjoints. The choice follows from dtypes, hidden_size, options and the
-// card, never from the number of rows. Temporaries lie in the workspace.
+// A call that a kernel takes whole becomes one launch (and the final sum of partial weight gradients). Any other call
+// is composed here: conversions of dtypes and layouts that no kernel reads, the load stage and the epilogue as
+// elementwise kernels around the plain norm, and their adjoints. The choice depends on dtypes, hidden_size, options and
+// the card, never on the number of rows. Temporaries are in the workspace.
 #include <mutex>
 
 #include "activation.cuh"
-#include "add_rows.cuh"
 #include "dispatch.cuh"
 #include "elementwise.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
 #include "launchers.h"
+#include "stages.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-__global__ void probe_kernel() {}  // to ask which architecture this code was compiled for
+__global__ void probe_kernel() {}  // whose attributes tell which architecture this code was compiled for
 
 cudaError_t ask_device(int device, DeviceFacts& facts) {
   int major = 0;
@@ -33,7 +33,7 @@ cudaError_t ask_device(int device, DeviceFacts& facts) {
   return error;
 }
 
-// Rows as they lie in memory; data is nullptr where there are none.
+// Rows in memory; data is nullptr if there are none.
 struct Rows {
   const void* data;
   RowStrides strides;
@@ -43,7 +43,7 @@ struct Rows {
 RowStrides contiguous(int64_t rows, int64_t hidden_size) { return {rows, hidden_size, 0}; }
 
 // ---- elementwise kernels, of any type ------------------------------------------------------------------------------
-// acc_t: double where anything that they read or compute with is fp64.
+// acc_t: double if an input or the accumulation type is fp64.
 
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kQuadThreads) fill_kernel(void* target, DType 
   });
 }
 
-// z, from KernelForwardParams of x.
+// The load stage: computes z from x.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
-    load_stage_kernel(const __grid_constant__ KernelForwardParams params, const __grid_constant__ AddStage stage) {
+    load_stage_kernel(const __grid_constant__ KernelForwardParams params, const __grid_constant__ LoadStage stage) {
   for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
     acc_t z[4];
     load_columns<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
-// Its adjoint without gate. `grad_norm`: the gradient of the norm of z, contiguous; perhaps the memory of a result.
+// The adjoint of the load stage without gate. `grad_norm`: the gradient of the norm of z, contiguous; it may alias a
+// result.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     load_stage_grad_kernel(const __grid_constant__ Rows grad_norm, const __grid_constant__ Rows grad_residual_out,
@@ -98,11 +99,11 @@ __global__ void __launch_bounds__(kQuadThreads)
     acc_t grad[4];
     load_columns<4>(grad, grad_norm.data, grad_norm.dtype, at, count);
     if (grad_residual_out.data) {
-      acc_t skip[4];
-      load_columns<4>(skip, grad_residual_out.data, grad_residual_out.dtype,
+      acc_t residual_grad[4];
+      load_columns<4>(residual_grad, grad_residual_out.data, grad_residual_out.dtype,
                       grad_residual_out.strides.offset(row) + col, count);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], skip[i]);
+      for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], residual_grad[i]);
     }
     if (stages.grad_residual) store_columns(stages.grad_residual, stages.grad_residual_dtype, at, grad, count);
     if (stages.dropout.philox) RowDropout<acc_t>(stages.dropout, row).apply(grad, col);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
-// What a norm is computed with again, for some columns: z, what forward saved, and a segment's weight and bias.
+// What recomputes u: z, the saved statistics, weight and bias.
 struct SavedNorm {
   Rows z;
   const void *rstd, *mean, *mean_tail, *weight, *bias;
@@ -144,7 +145,7 @@ struct NormOfColumns {
   __device__ void load(acc_t (&values)[8], int64_t row) const {
     load_columns<8>(values, norm.z.data, norm.z.dtype, norm.z.strides.offset(row) + col, count);
   }
-  // u of a row
+  // Computes u of a row.
   __device__ void operator()(acc_t (&values)[8], int64_t row) const {
     const acc_t rstd = saved(norm.rstd, row), mean = saved(norm.mean, row), mean_tail = saved(norm.mean_tail, row);
     load(values, row);
@@ -153,10 +154,10 @@ struct NormOfColumns {
   }
 };
 
-// y = dropout(activation(u)), contiguous. One weight for all rows.
+// The epilogue: y = dropout(activation(u)), contiguous. One weight for all rows.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
-    epilogue_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ AfterNorm epilogue, void* y,
+    epilogue_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue, void* y,
                     DType y_dtype) {
   for_each_eight(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
     return [&, col, count, u = NormOfColumns<acc_t>(norm, 0, col, count)](int64_t row) {
@@ -169,10 +170,10 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
-// grad_u, contiguous, from grad_output.
+// The adjoint of the epilogue: grad_u, contiguous, from grad_output.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
-    epilogue_grad_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ AfterNorm epilogue,
+    epilogue_grad_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue,
                          const __grid_constant__ Rows grad_output, void* grad_u, DType grad_u_dtype) {
   for_each_eight(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
     return [&, col, count, u = NormOfColumns<acc_t>(norm, 0, col, count)](int64_t row) {
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
-// z - mean, contiguous, where norm.z is y.
+// z - mean, contiguous, from y in norm.z.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     centered_from_y_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
@@ -222,15 +223,15 @@ __global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid
 
 // ---- a call's launches, and its workspace ---------------------------------------------------------------------------
 
-// Weight and bias (or a gate) of all segments as the kernels read them.
+// Weight and bias (or a gate) of all segments, in the layout that kernels read.
 struct Parameters {
   const void *weight, *bias;
   int64_t stride;
   DType dtype;
 };
 
-// The launches of one call in order. The same code plans the workspace: constructed without a stream, nothing is
-// launched, and bytes() is what the launches will take.
+// The launches of one call in order. Constructed without a stream, a Sequence launches nothing: the same code then
+// computes the size of the workspace, bytes().
 class Sequence {
  public:
   template <typename Params>
@@ -246,7 +247,7 @@ class Sequence {
   int64_t bytes() const { return bytes_; }
   cudaError_t error() const { return error_; }
 
-  // Part of the workspace, aligned to 16 bytes. Without a launch: not nullptr, and not to be read.
+  // Allocates from the workspace, aligned to 16 bytes. Without a stream the pointer is not null, and not valid.
   void* take(int64_t bytes) {
     void* found = base_ + bytes_;
     bytes_ += (bytes + 15) / 16 * 16;
@@ -254,15 +255,15 @@ class Sequence {
   }
   void* take_rows(DType dtype) { return take(rows_ * hidden_size_ * dtype_bytes(dtype)); }
 
-  // Calls f(stream), unless there was an error before.
+  // Calls f(stream), unless an earlier launch failed.
   template <typename F>
   void launch(F&& f) {
     if (launches_ && error_ == cudaSuccess) error_ = f(stream_);
   }
 
-  // `rows` as kernels of `dtype` read them: as they lie, or a contiguous copy. Kernels load rows that are made of whole
-  // 16 bytes as such, so these must begin at multiples of 16 bytes. A segment that is launched on its own must begin
-  // with a group of rows, or lie within one.
+  // `rows` in a layout that kernels of `dtype` read: in place, or a contiguous copy. Rows of whole 16-byte vectors are
+  // loaded by such, so they must begin at multiples of 16 bytes. A segment that is launched separately must begin a
+  // group of rows, or lie within one.
   Rows readable(const Rows& rows, DType dtype) {
     if (!rows.data || (rows.dtype == dtype && is_aligned16(rows) && may_be_cut(rows.strides))) return rows;
     void* copy = take_rows(dtype);
@@ -270,7 +271,7 @@ class Sequence {
     return {copy, contiguous(rows_, hidden_size_), dtype};
   }
 
-  // Each segment's parameters begin at multiples of 16 bytes then.
+  // The same for parameters: each segment's begin at multiples of 16 bytes.
   Parameters readable(const Parameters& parameters, DType dtype) {
     Parameters found = parameters;
     found.dtype = dtype;
@@ -325,12 +326,12 @@ class Sequence {
   cudaError_t error_ = cudaSuccess;
 };
 
-// The dtype that kernels of `dtype` read parameters of `given` in.
+// The dtype to which parameters of `given` are converted for kernels of `dtype`.
 DType parameter_dtype(DType given, DType dtype) { return given == dtype ? dtype : accumulation_dtype(dtype); }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// All statistics or none: `needs` them even where the caller does not want them.
+// Kernels write all statistics or none. `needs`: a later launch reads them even if the caller does not want them.
 void complete_statistics(KernelForwardParams& norm, bool needs, Sequence& run) {
   if (!needs && !norm.rstd && !norm.mean && !norm.mean_tail) return;
   const int64_t bytes = norm.rows * dtype_bytes(accumulation_dtype(norm.x_dtype));
@@ -340,11 +341,11 @@ void complete_statistics(KernelForwardParams& norm, bool needs, Sequence& run) {
   if (!norm.mean_tail) norm.mean_tail = run.take(bytes);
 }
 
-cudaError_t launch_after_of(const KernelForwardParams& norm, const AfterNorm& epilogue, cudaStream_t stream) {
+cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
   switch (norm.x_dtype) {
-    case DType::kFloat16: return launch_after<__half>(norm, epilogue, stream);
-    case DType::kBFloat16: return launch_after<__nv_bfloat16>(norm, epilogue, stream);
-    default: return launch_after<float>(norm, epilogue, stream);
+    case DType::kFloat16: return launch_epilogue<__half>(norm, epilogue, stream);
+    case DType::kBFloat16: return launch_epilogue<__nv_bfloat16>(norm, epilogue, stream);
+    default: return launch_epilogue<float>(norm, epilogue, stream);
   }
 }
 
@@ -367,10 +368,10 @@ void forward(const NormForwardParams& params, Sequence& run) {
   norm.y_dtype = params.y_dtype;
   norm.is_rms_norm = params.is_rms_norm;
 
-  const AfterNorm epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
+  const Epilogue epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
   const bool has_epilogue = params.has_epilogue();
   KernelForwardParams of_z = norm;
-  AddStage stage{};
+  LoadStage stage{};
   bool adds = false;
   if (params.residual_out) {
     of_z.x = params.residual_out;
@@ -385,8 +386,9 @@ void forward(const NormForwardParams& params, Sequence& run) {
     const Parameters gate = run.readable({params.gate, nullptr, params.gate_stride, params.x_dtype}, params.x_dtype);
     stage.gate = gate.weight;
     stage.gate_stride = gate.stride;
-    // A kernel with an epilogue is worth more than one with a load stage: the epilogue alone reads z again
-    adds = has_add_stage(norm, stage) && !(has_epilogue && has_after_stage(of_z));
+    // With both stages the epilogue is fused, and the load stage is a launch before: the other way round, the epilogue
+    // would read z again
+    adds = takes_load_stage(norm, stage) && !(has_epilogue && takes_epilogue(of_z));
     if (adds) {
       const Rows residual =
           run.readable({stage.residual, stage.residual_strides, stage.residual_dtype}, stage.residual_dtype);
@@ -404,7 +406,7 @@ void forward(const NormForwardParams& params, Sequence& run) {
     }
   }
 
-  const bool is_fused = has_epilogue && !adds && has_after_stage(norm);
+  const bool is_fused = has_epilogue && !adds && takes_epilogue(norm);
   complete_statistics(norm, has_epilogue && !is_fused, run);
   const Parameters parameters =
       run.readable({params.weight, params.bias, params.weight_stride, params.weight_dtype},
@@ -417,7 +419,7 @@ void forward(const NormForwardParams& params, Sequence& run) {
   if (adds) {
     run.launch([&](cudaStream_t stream) { return launch_forward(norm, stage, stream); });
   } else if (is_fused) {
-    run.launch([&](cudaStream_t stream) { return launch_after_of(norm, epilogue, stream); });
+    run.launch([&](cudaStream_t stream) { return launch_epilogue_of(norm, epilogue, stream); });
   } else {
     norm.workspace = run.take(forward_workspace(norm));
     run.launch([&](cudaStream_t stream) { return launch_forward(norm, stream); });
@@ -443,14 +445,14 @@ void forward(const NormForwardParams& params, Sequence& run) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// What is left to do of a backward call.
+// The remaining work of a backward call.
 struct BackwardCall {
   KernelBackwardParams norm;  // x_dtype, but not the tensors below
   GradStages stages;          // likewise
   Rows z, grad_output, grad_residual_out, x;
   Parameters parameters, gate;
 
-  // Tensors as kernels of norm.x_dtype read them, grad_output of `grad_dtype`, parameters of `parameter_dtype`.
+  // Converts tensors for kernels of norm.x_dtype: grad_output to `grad_dtype`, parameters to `parameter_dtype`.
   void make_readable(DType grad_dtype, DType parameter_dtype, Sequence& run) {
     const auto rows_of = [&](const Rows& rows, DType dtype, const void*& data, RowStrides& strides) {
       const Rows read = run.readable(rows, dtype);
@@ -473,12 +475,12 @@ struct BackwardCall {
   }
 };
 
-// By one kernel with all stages; false where there is none. A load stage is one even where no gradient needs it, so
-// that the bits do not depend on which gradients are wanted.
+// Launches one kernel with all stages; returns false if there is none. A load stage counts even if no wanted gradient
+// needs it, so that the bits do not depend on which gradients are wanted.
 bool backward_at_once(BackwardCall call, Sequence& run) {
   call.norm.x_dtype = call.z.dtype;
   call.stages.grad_output_dtype = call.grad_output.dtype;
-  if (!call.stages.from_y && !call.stages.epilogue.any()) call.parameters.bias = nullptr;  // nobody reads it
+  if (!call.stages.from_y && !call.stages.epilogue.any()) call.parameters.bias = nullptr;  // it would not be read
   if (!call.stages.any() || backward_workspace(call.norm, call.stages) == kNoKernel) return false;
   call.make_readable(call.grad_output.dtype, parameter_dtype(call.parameters.dtype, call.stages.grad_input_dtype), run);
   call.norm.workspace = run.take(backward_workspace(call.norm, call.stages));
@@ -486,8 +488,8 @@ bool backward_at_once(BackwardCall call, Sequence& run) {
   return true;
 }
 
-// Where each row has a weight of its own.
-void backward_each(BackwardCall call, Sequence& run) {
+// With per-row weights.
+void backward_per_row(BackwardCall call, Sequence& run) {
   const DType dtype = call.norm.x_dtype;
   const bool takes_narrow = dtype == DType::kFloat32 && dtype_bytes(call.grad_output.dtype) == 2;
   call.stages.grad_output_dtype = takes_narrow ? call.grad_output.dtype : dtype;
@@ -497,10 +499,10 @@ void backward_each(BackwardCall call, Sequence& run) {
     call.norm.weight = run.filled(call.norm.hidden_size, dtype, 1);
     call.norm.weight_stride = 0;
   }
-  run.launch([&](cudaStream_t stream) { return launch_backward_each(call.norm, call.stages, stream); });
+  run.launch([&](cudaStream_t stream) { return launch_backward_per_row(call.norm, call.stages, stream); });
 }
 
-// Without gate, from_y and epilogue: by one kernel, or the plain norm and then the adjoint of the load stage.
+// Without gate, from_y and epilogue: one kernel, or the plain norm and then the adjoint of the load stage.
 void backward_of_z(BackwardCall call, Sequence& run) {
   const DType dtype = call.norm.x_dtype;
   void *grad_input = call.norm.grad_input, *grad_residual = call.stages.grad_residual;
@@ -510,30 +512,31 @@ void backward_of_z(BackwardCall call, Sequence& run) {
   if (backward_at_once(call, run)) return;
   GradStages load = call.stages, none{};
   none.grad_output_dtype = none.grad_input_dtype = dtype;
-  // The gradient of the norm goes to a result of its type, else to the workspace
+  // The gradient of the norm is written to a result of its dtype, else to the workspace
   if (grad_residual && call.stages.grad_residual_dtype == dtype) {
     call.norm.grad_input = grad_residual;
   } else if ((grad_residual || converts_input) && (!grad_input || converts_input)) {
     call.norm.grad_input = run.take_rows(dtype);
   }
-  const Rows skip = call.grad_residual_out;
+  const Rows residual_grad = call.grad_residual_out;
   call.grad_residual_out.data = nullptr;
   call.make_readable(dtype, parameter_dtype(call.parameters.dtype, dtype), run);
   call.norm.workspace = run.take(backward_workspace(call.norm, none));
   run.launch([&](cudaStream_t stream) { return launch_backward(call.norm, none, stream); });
   const auto is_done = [&](const void* result) { return !result || result == call.norm.grad_input; };
-  if (!call.norm.grad_input || (!skip.data && !load.dropout.philox && is_done(grad_input) && is_done(grad_residual)))
+  if (!call.norm.grad_input ||
+      (!residual_grad.data && !load.dropout.philox && is_done(grad_input) && is_done(grad_residual)))
     return;
   const Rows grad_norm{call.norm.grad_input, contiguous(call.norm.rows, call.norm.hidden_size), dtype};
   run.launch([&](cudaStream_t stream) {
     return launch_quads(dtype == DType::kFloat64 ? load_stage_grad_kernel<double> : load_stage_grad_kernel<float>,
-                        call.norm.rows, call.norm.hidden_size, stream, grad_norm, skip, load, grad_input,
+                        call.norm.rows, call.norm.hidden_size, stream, grad_norm, residual_grad, load, grad_input,
                         call.norm.rows, call.norm.hidden_size);
   });
 }
 
-// Of z = residual + keep * dropout_scale * gate * x where no kernel does it at once. gate * x is an RMSNorm of x with
-// rstd = 1 that is a constant, weight = gate and grad_weight = grad_gate.
+// z = residual + keep * dropout_scale * gate * x where no kernel takes the gate. gate * x is an RMSNorm of x with the
+// constant rstd = 1, weight = gate and grad_weight = grad_gate.
 void backward_of_gate(const NormBackwardParams& params, BackwardCall call, Sequence& run) {
   if (backward_at_once(call, run)) return;
   const DType dtype = call.norm.x_dtype;
@@ -615,8 +618,8 @@ void backward(const NormBackwardParams& params, Sequence& run) {
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
   const bool is_double = acc_dtype == DType::kFloat64;
   BackwardCall call = backward_call(params);
-  const bool is_each = has_each_kernel(call.norm) && !call.stages.dropout.philox;
-  if (!is_each && backward_at_once(call, run)) return;
+  const bool is_per_row = has_per_row_kernel(call.norm) && !call.stages.dropout.philox;
+  if (!is_per_row && backward_at_once(call, run)) return;
 
   Rows &z = call.z, &grad_output = call.grad_output;
   const SavedNorm saved{z,
@@ -632,7 +635,7 @@ void backward(const NormBackwardParams& params, Sequence& run) {
                         params.hidden_size,
                         params.segments};
   if (params.z_is_y) {
-    // Of fp16, z - mean may overflow
+    // z - mean may overflow in fp16
     const DType dtype = grad_output.dtype != z.dtype || z.dtype == DType::kFloat16 ? acc_dtype : z.dtype;
     void* centered = run.take_rows(dtype);
     run.launch([&](cudaStream_t stream) {
@@ -641,7 +644,7 @@ void backward(const NormBackwardParams& params, Sequence& run) {
                            params.hidden_size, params.segments, stream, saved, centered, dtype);
     });
     z = {centered, contiguous(params.rows, params.hidden_size), dtype};
-    if (!params.is_rms_norm && params.hidden_size == 1)  // which the kernels tell from RMSNorm by the mean
+    if (!params.is_rms_norm && params.hidden_size == 1)  // the mean tells the kernels that this is no RMSNorm
       call.norm.mean = call.norm.mean_tail = run.filled(params.rows, acc_dtype, 0);
     call.stages.from_y = false;
   } else if (params.has_epilogue()) {
@@ -660,7 +663,7 @@ void backward(const NormBackwardParams& params, Sequence& run) {
   z = run.readable(z, grad_output.dtype == z.dtype && !is_double ? z.dtype : acc_dtype);
   call.norm.x_dtype = z.dtype;
   if (!params.grad_residual) call.stages.grad_residual_dtype = z.dtype;
-  if (is_each) return backward_each(call, run);
+  if (is_per_row) return backward_per_row(call, run);
   if (params.gate) return backward_of_gate(params, call, run);
   backward_of_z(call, run);
 }

@@ -1,4 +1,4 @@
-// Every launch number of the CUDA kernels, each with what it was measured to do.
+// All launch parameters of the CUDA kernels, each with the measurement behind it.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,12 @@
 
 namespace fused_layernorm {
 
-// A build for compute-sanitizer's racecheck, with what that tool does not follow said so that it does: of a warp that
-// arrives at a barrier every lane arrives, not one after __syncwarp(); barriers that several lanes begin in one
-// instruction, of which it takes the last lane to have begun them all, are followed by one more; and where rows are
-// merged there are two barriers for one, as it seems to take the first access behind a barrier of 13 warps for one
-// before it, in some runs (it reported one word of 16 that one statement reads, and nothing with two barriers). Few
-// blocks are persistent, and few rows are many, so that small problems use every kernel and its ring many times: the
-// tool takes seconds for millions of elements.
+// A build for compute-sanitizer's racecheck, which does not follow some kinds of synchronization. In this build every
+// lane of a warp arrives at an mbarrier, not one lane after __syncwarp(); an extra barrier follows mbarriers that
+// several lanes initialize in one instruction, of which the tool credits all to the last lane; and rows are merged
+// behind two barriers, because in some runs the tool took the first access behind a barrier of 13 warps for one before
+// it (it reported one word of the 16 that one statement reads, and nothing with two barriers). Limits are low, so that
+// small problems use every kernel and fill its ring many times: the tool takes seconds for millions of elements.
 #if defined(FLN_FOR_RACECHECK)
 constexpr bool kForRacecheck = true;
 #else
@@ -22,19 +21,19 @@ constexpr bool kForRacecheck = false;
 #endif
 constexpr int kMostClusters = kForRacecheck ? 2 : 1 << 30;  // that are persistent
 
-// Rows of one launch that has a block, or part of one, for each row. A grid has fewer than 2^31 blocks; the launchers
-// of the plain norm split more rows into several launches. Launches that need no split: those with segments, which have
-// fewer than 2^31 rows; those with stages, clusters or several blocks a row, where 2^31 blocks have a result of 128 GiB
-// or more; and those of grid-stride loops.
+// The most rows of a launch with a block, or part of a block, for each row. A grid has fewer than 2^31 blocks; the
+// launchers of the plain norm split more rows into several launches. Other launches need no split: those with segments
+// have fewer than 2^31 rows; those with stages, clusters or several blocks a row have a result of 128 GiB or more at
+// 2^31 blocks; the rest are grid-stride loops.
 constexpr int64_t kMaxRowsOfLaunch = int64_t{1} << 30;
 
-// How one row is spread: kThreads threads, each holding kVecs vectors of kVec elements at once. Rows longer than
-// kThreads * kVecs * kVec take several turns. The plan follows from hidden_size, dtype and the card alone, never from
-// the number of rows: that, and a fixed order of every sum, makes a row's result independent of the batch around it.
+// How one row is spread over threads: kThreads threads, each holding kVecs vectors of kVec elements. Rows longer than
+// kThreads * kVecs * kVec take several tiles. The plan depends on hidden_size, dtype and the card only, never on the
+// number of rows: with the fixed order of every sum, that makes a row's result independent of its batch.
 //
-// max_cluster: a row too long for one block is shared by a cluster of up to so many, where the card has clusters (sm_90
-// and later). A template parameter, as the few instructions it takes cost registers: with it in every plan, forward at
-// N = 4096 bf16 fell from 0.91 to 0.80 of the copy (H200).
+// max_cluster: a cluster of up to so many blocks shares a row that is too long for one block (sm_90 and later). A
+// template parameter, because its few instructions cost registers: with clusters in every plan, forward at N = 4096
+// bf16 fell from 0.91 to 0.80 of the copy (H200).
 template <int threads, int vecs, int vec, int max_cluster = 1>
 struct RowPlan {
   static constexpr int kThreads = threads;
@@ -44,7 +43,7 @@ struct RowPlan {
   static constexpr bool kClusters = max_cluster > 1;
 };
 
-// Whether a row may need several turns: only in the last plan of a ladder, as the others are taken where they hold it.
+// Whether a row may need several tiles: only with the last plan of a ladder.
 template <typename Plan>
 constexpr bool kManyTiles = Plan::kClusters;
 
@@ -56,8 +55,8 @@ constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_u
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
 
-// Four vectors a thread, as few threads as that allows. Rows that leave places of their threads empty lose, so 16-bit
-// rows of some usual sizes have plans of their own, by seven or nine vectors (1152, 1792, 2304, 3584, 7168: 3 to 7%).
+// Four vectors a thread, with as few threads as possible. Empty register slots cost time, so common 16-bit row lengths
+// have separate plans of seven or nine vectors (1152, 1792, 2304, 3584, 7168: 3 to 7%).
 template <typename scalar_t>
 struct ForwardLadder {
   using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>,
@@ -78,26 +77,26 @@ struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
 
-// With a load stage: the plans above for rows of 256 elements or more, one block a row. Two or eight vectors a thread,
-// hints for loads and stores: within 2%, or slower.
+// With a load stage: the plans above for rows of 256 elements or more, one block a row. With two or eight vectors a
+// thread, or cache hints: within 2%, or slower.
 template <typename scalar_t>
-struct AddLadder {
+struct LoadLadder {
   using type = Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
                       RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
                       RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
-struct AddLadder<float> {
+struct LoadLadder<float> {
   using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
                       RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
                       RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// With an epilogue, where instructions decide, a third of them a row's own: eight vectors a thread, and no empty places
-// (10% at 1024, up to 25% at 1152 and 2560). Each activation has straight code (AfterRow): by a branch a vector warps
-// waited for instructions, 3 to 10%.
+// With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread, and
+// no empty slots (10% at 1024, up to 25% at 1152 and 2560). Each activation has straight-line code (EpilogueRow): with
+// a branch for each vector, instruction fetch stalls cost 3 to 10%.
 template <typename scalar_t>
-struct AfterLadder {
+struct EpilogueLadder {
   using type =
       Ladder<RowPlan<4, 8, 8>, RowPlan<8, 6, 8>, RowPlan<8, 8, 8>, RowPlan<16, 6, 8>, RowPlan<16, 8, 8>,
              RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<32, 6, 8>, RowPlan<32, 7, 8>, RowPlan<32, 8, 8>,
@@ -105,11 +104,11 @@ struct AfterLadder {
              RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<128, 8, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
-struct AfterLadder<float> : AddLadder<float> {};
+struct EpilogueLadder<float> : LoadLadder<float> {};
 
-// Rows that are not made of whole 16 bytes, by pairs of 16-bit elements, or single ones. Few threads with many elements
-// each, as what a row costs beside its elements is a third; 20 places, so that one element more than a power of two
-// does not need twice the threads.
+// Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
+// elements each, because the cost per row is a third of the time; 20 slots, so that one element more than a power of
+// two does not take twice the threads.
 template <typename scalar_t>
 struct RaggedForwardLadder {
   using type = Ladder<RowPlan<2, 20, 2>, RowPlan<4, 20, 2>, RowPlan<8, 20, 2>, RowPlan<16, 20, 2>, RowPlan<32, 20, 2>,
@@ -125,28 +124,27 @@ struct RaggedForwardLadder<float> {
 template <>
 struct RaggedForwardLadder<double> : ForwardLadder<double> {};
 
-// Whether rows are made of vectors that begin at multiples of their size. Those of 16-bit elements that are not pass
-// through shared memory, so much of it at most, with what shares their first and last 16 bytes.
+// Whether the vectors of a row are aligned to their size. Ragged rows of 16-bit elements are staged through shared
+// memory: kStagingBytes, with the partial words at both ends.
 template <typename scalar_t, typename Plan>
 constexpr bool kIsWhole = Plan::kVec == 1 || Plan::kVec * sizeof(scalar_t) >= 16;
 template <typename scalar_t, typename Plan>
 constexpr bool kIsStaged = !kIsWhole<scalar_t, Plan>;
 template <typename scalar_t, typename Plan>
-constexpr int kStageBytes = Plan::kThreads * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(scalar_t)) + 32;
+constexpr int kStagingBytes = Plan::kThreads * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(scalar_t)) + 32;
 
 // Rows of one warp or less share a block of 64 threads; longer rows have a block each. By blocks of 128 or 32 threads
 // N = 64 to 1024 within 1.5%.
 template <typename Plan>
 constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 64;
 
-// Blocked instead of interleaved: each warp of a longer row reads one contiguous slice of it (1 to 1.5%; by 512 threads
-// it lost 1%).
+// Blocked instead of interleaved: each warp of a longer row reads one contiguous slice of it (gains 1 to 1.5%; with 512
+// threads it lost 1%).
 template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
-// Asked of the compiler, so that it takes the registers the plan needs and no fewer: 64 a thread, 80 or 128 for 8
-// vectors a thread, 96 for 7 or 9. At 71 to 80 registers four vectors lost 8%; fp16 makes do with that, as at 64 it
-// spills.
+// The bound given to the compiler, which sets the registers: 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or
+// 9. At 71 to 80 registers four vectors lost 8%; fp16 uses so many, because it spills at 64.
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool drops_y) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
@@ -160,17 +158,17 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
   } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
     threads = 768;
   }
-  // A row's six gates side by side (bf16, gate and 8 segments, least us): 768 276 became 265, 1152 280 273, 1536 281
-  // 266, 2304 286 270, 3072 287 268; without gate within 1%, but 2304 with dropout 267 became 271. By plans of four
-  // vectors 1152 took 324; each gate asked for one ahead 279.
+  // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments, least us): 768 276
+  // became 265, 1152 280 273, 1536 281 266, 2304 286 270, 3072 287 268; without gate within 1%, but 2304 with dropout
+  // 267 became 271. With plans of four vectors 1152 took 324; with each gate vector prefetched by one 279.
   if (adds && whole && Plan::kVecs == 6) threads = 640;
-  // 768 would spill; by as little as it did they took as long, within 3%
+  // 768 spills a little; the time was the same within 3%
   if (drops_y && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
 }
 
-// Up to so many blocks forward of a plain call loads weight and bias before it needs them: all of them run at once, and
-// how many fit an SM does not matter. As many rows in blocks of 64 threads as of 128.
+// Up to so many blocks, forward of a plain call prefetches weight and bias (kEager): all blocks are resident at once,
+// so occupancy does not matter. The number of rows is the same for blocks of 64 and of 128 threads.
 template <typename Plan>
 constexpr int64_t kEagerBlocks = kForRacecheck                 ? 8
                                  : kForwardThreads<Plan> < 128 ? 1024
@@ -179,35 +177,35 @@ template <typename scalar_t, typename Plan>
 constexpr bool kMayBeEager =
     kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kVecs <= 7 || Plan::kVecs == 9);
 
-// Where segments of rows have weights of their own, threads take so many rows one after the other if all of an SM's
-// threads have work then: rows next to each other, which find their weight in L1. A block a row, rows next to each
-// other are on different SMs, and each SM reads every segment's weight (128 segments, 1024: 157 us, by four rows 140).
-// Plans of 256 threads by four vectors take one row, as they would spill.
+// With segments, a group of threads iterates over so many adjacent rows if every SM still has enough work: the weight
+// of the segment then stays in L1. With one row a block, adjacent rows are on different SMs, and each SM reads every
+// segment's weight (128 segments, 1024 columns: 157 us, with four rows 140). Plans of 256 threads and four vectors take
+// one row, because they would spill.
 template <typename Plan>
-constexpr int kSegmentTurns = Plan::kVecs == 4 ? 4 : 2;
+constexpr int kSegmentIterations = Plan::kVecs == 4 ? 4 : 2;
 template <typename Plan>
-constexpr int kFewSegments = Plan::kVecs == 4 && !kForRacecheck ? 8 : 1;  // up to so many one row at a time
-constexpr int64_t kSegmentTurnsThreads = kForRacecheck ? 64 : 132 * 1024;
+constexpr int kFewSegments = Plan::kVecs == 4 && !kForRacecheck ? 8 : 1;  // up to so many segments, one row a block
+constexpr int64_t kSegmentIterationThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
-constexpr bool kTakesTurns = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 &&
-                             (Plan::kThreads <= 32 || Plan::kVecs == 6 || Plan::kVecs == 7);
+constexpr bool kIteratesRows = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 &&
+                               (Plan::kThreads <= 32 || Plan::kVecs == 6 || Plan::kVecs == 7);
 
-// Whether 16-bit elements are widened anew for each pass over the registers, rather than kept widened: two operations
-// an element more, half the registers.
+// Whether 16-bit elements are widened again in each pass over the registers, instead of being kept widened: two
+// operations an element more, half the registers.
 template <typename Plan>
 constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec >= 32;
 
 // ---- forward of long rows: streamed through the shared memory of persistent clusters (sm_90 and later) --------------
 
-// Longer rows are long. At 16384 columns the register kernel runs bf16 at 0.955 of the copy and fp32 at 0.955, the
-// streamed one at 0.91 and 0.89 (H200).
+// Rows that are streamed. At 16384 columns the register kernel runs at 0.955 of the copy in bf16 and fp32, the
+// streaming kernel at 0.91 and 0.89 (H200).
 constexpr bool is_long_row(DType x_dtype, int64_t hidden_size) {
   return x_dtype != DType::kFloat64 && hidden_size > 16384;
 }
 
-// A block of `threads`, and two warps beside them, holds slices of `vecs` vectors a thread of `depth` rows at once, and
-// writes a row when it has summed `delay` more. Depth and delay are not seen in the bits of a result; the others are.
-// Registers are given to warps in fours: 8 + 2 warps leave 168 a thread, 16 + 2 warps 96.
+// A block of `threads` threads and two more warps holds slices, of `vecs` vectors a thread, of `depth` rows at once,
+// and writes a row after it has summed `delay` more. Depth and delay do not change the bits of a result; the others do.
+// Registers are allocated to warps in fours: 8 + 2 warps leave 168 a thread, 16 + 2 warps 96.
 template <int threads, int vecs, int vec, int depth, int delay, int max_cluster, int blocks_per_sm = 1>
 struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kDepth = depth;
@@ -215,8 +213,8 @@ struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kBlocksPerSm = blocks_per_sm;
 };
 
-// Shallower rings, other delays and rows dealt out in turn lost 2 to 9%. fp32 weights of 16-bit x take twice the
-// registers: half the threads (not measured).
+// Shallower rings, other delays and round-robin rows lost 2 to 9%. fp32 weights of 16-bit x take twice the registers:
+// half the threads (not measured).
 template <typename scalar_t, typename weight_t>
 struct StreamLadder {
   using type = Ladder<StreamPlan<512, 4, 8, 6, 3, 16>>;
@@ -232,43 +230,43 @@ struct StreamLadder<float, float> {
 
 template <typename Plan>
 constexpr int kStreamThreads = Plan::kThreads + 64;
-constexpr int kClaimedRows = 4;  // rows a cluster from which on they are claimed: the counter costs a launch of 1.2 us
+constexpr int kClaimedRows = 4;  // least rows a cluster for claiming rows: the counter costs a launch of 1.2 us
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 // Strategy "fused": persistent blocks read x and grad_output once and keep the weight gradients in registers.
 //
-// rows: rows of a block at once; blocks_per_sm: asked of the compiler, and of the launch. Beside the warps of the rows
-// each block has one that fetches (RowRing). Registers are given to warps in fours: 7 + 1 warps leave each thread 128
+// rows: rows of a block at once; blocks_per_sm: for the compiler and the launch. Beside the warps of the rows each
+// block has a producer warp (RowRing). Registers are allocated to warps in fours: 7 + 1 warps leave each thread 128
 // registers at two blocks an SM, 8 + 1 only 168 of 224 at one block.
 template <int threads, int vecs, int vec, int rows, int blocks_per_sm, int max_cluster = 1>
 struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kRows = rows;
   static constexpr int kBlocksPerSm = blocks_per_sm;
-  // No producer warp beside 16 that have rows, which leave each thread 128 registers: these take turns as producer.
+  // 16 consumer warps have no producer warp beside them, so that each thread keeps 128 registers: they take turns as
+  // producer.
   static constexpr bool kHasProducer = !(threads * rows == 512 && vec == 8);
-  // Finish a row only when the next one is added up: where the sums come from other blocks, where one row is all the
-  // block has to do, where a thread holds so many columns that the row does not fit beside their sums, and where the
-  // warp that asks has rows to wait for.
+  // Finish a row one iteration behind, after the next row is summed: if sums come from other blocks, if the block has
+  // one row at a time, if a row does not fit into registers beside the column sums, and without a producer warp.
   static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32) || !kHasProducer;
 };
 
-// Whether blocks of backward wait for the mean of all (pace.cuh): fp32 RMSNorm of 4096 and more gained 2 to 6%; blocks
-// that have several short rows at once, and ragged rows, lost up to 18%; bf16 within 1%.
+// Whether blocks of backward are paced (pace.cuh): fp32 RMSNorm of 4096 columns and more gained 2 to 6%; blocks with
+// several short rows at once, and ragged rows, lost up to 18%; bf16 within 1%.
 template <typename scalar_t, typename Plan>
 constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Plan::kOneBehind && Plan::kVec * sizeof(scalar_t) == 16;
-// Bytes between the turns in which a block looks how far it is ahead of the others, about; how many half turns it may
-// be, and how often and after how long it looks again before it goes on unpaced. Unpaced and a slack of 0.5, 1, 1.5, 2,
-// 4 turns, RMSNorm fp32: N = 4096 0.916, 0.922, 0.971, 0.968, 0.959, 0.931; 16384 0.945, 0.934, 0.962, 0.961, 0.957,
-// 0.955. LayerNorm, which waits for two statistics a row, is kept together by that.
+// About the bytes between two paced iterations; the half iterations that a block may be ahead of the mean; the number
+// of polls, and the time between them, before it goes on unpaced. Unpaced and a slack of 0.5, 1, 1.5, 2, 4 iterations,
+// RMSNorm fp32: N = 4096 0.916, 0.922, 0.971, 0.968, 0.959, 0.931; 16384 0.945, 0.934, 0.962, 0.961, 0.957, 0.955.
+// Blocks of LayerNorm stay together without pacing, because they wait for two statistics a row.
 constexpr int kPaceBytes = 32768;
 constexpr int kPaceSlackHalves = 3;
 constexpr int kPaceLooks = 32;
 constexpr unsigned kPaceNanoseconds = 100;
-constexpr unsigned kPaceNever = 1u << 30;  // turns that a block gives itself when it goes on unpaced
+constexpr unsigned kPaceNever = 1u << 30;  // credit of a block that goes on unpaced
 
-// One ladder for both strategies, so that grad_input is the same bits whichever runs. Rows and blocks as measured at
-// the size of each plan; neighbours lost 2 to 10%.
+// One ladder for both strategies, so that grad_input has the same bits with either. Rows and blocks were tuned at the
+// size of each plan; neighbouring values lost 2 to 10%.
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
@@ -290,50 +288,51 @@ struct BackwardLadder<double> {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
 };
 
-// With a load stage: a fourth and a fifth tensor are work, so more warps, with fewer columns a thread, from 2048
-// columns on (8192: 274 us by the plans above, 264 by these).
+// With a load stage: a fourth and a fifth tensor take instructions, so more warps with fewer columns a thread, from
+// 2048 columns on (8192: 274 us with the plans above, 264 with these).
 template <typename scalar_t>
-struct AddGradLadder {
+struct LoadGradLadder {
   using type =
       Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
              BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 3, 8, 4, 1>,
              BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>, BackwardPlan<128, 4, 8, 2, 1, 16>>;
 };
 template <>
-struct AddGradLadder<float> {
+struct LoadGradLadder<float> {
   using type = Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
                       BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
                       BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
                       BackwardPlan<256, 4, 4, 1, 1, 16>>;
 };
 
-// With an epilogue, whose gradient is work: 16 elements a thread, and as many warps as that leaves registers for and
-// rows fill, 12 to 15 of them beside the producer; above 3072 columns 16 warps that take turns as producer, in clusters
-// half as large (4096 to 16384: 2 to 9%).
+// With an epilogue, whose gradient takes instructions: 16 elements a thread, and as many warps as registers allow and
+// rows fill, 12 to 15 beside the producer; above 3072 columns 16 warps that take turns as producer, in clusters half as
+// large (4096 to 16384: 2 to 9%).
 template <typename scalar_t>
-struct AfterGradLadder {
+struct EpilogueGradLadder {
   using type =
       Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
              BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 3, 4, 5, 1>, BackwardPlan<96, 2, 8, 5, 1>,
              BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>,
              BackwardPlan<256, 2, 8, 2, 1>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
 };
-// With dropout, whose random numbers come by eights: 1152 columns 279 us by four elements, 252 by eight.
+// With dropout, which draws eight random numbers at once: at 1152 columns 279 us with vectors of four elements, 252
+// with eight.
 template <typename scalar_t>
-struct DropGradLadder {
+struct DropoutGradLadder {
   using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
                       BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>,
                       BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<256, 2, 8, 2, 1>,
                       BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
 };
 template <>
-struct AfterGradLadder<float> {
+struct EpilogueGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>,
                       BackwardPlan<128, 3, 4, 3, 1>, BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
 template <>
-struct DropGradLadder<float> : AfterGradLadder<float> {};
+struct DropoutGradLadder<float> : EpilogueGradLadder<float> {};
 
 // With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows (3 to 7%).
 template <typename scalar_t>
@@ -347,34 +346,34 @@ struct GateGradLadder<float> {
                       BackwardPlan<256, 2, 4, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
-// Where each row has a weight of its own (norm_backward_each.cu): two vectors a thread and 1024 threads an SM; three or
-// four vectors lost 3 to 20%.
+// With per-row weights (norm_backward_per_row.cu): two vectors a thread and 1024 threads an SM; three or four vectors
+// lost 3 to 20%.
 template <typename scalar_t>
-struct EachLadder {
+struct PerRowLadder {
   using type = Ladder<RowPlan<16, 2, 8>, RowPlan<32, 2, 8>, RowPlan<64, 2, 8>, RowPlan<96, 2, 8>, RowPlan<128, 2, 8>,
                       RowPlan<256, 2, 8>, RowPlan<512, 2, 8>, RowPlan<512, 3, 8, 16>>;
 };
 template <>
-struct EachLadder<float> {
+struct PerRowLadder<float> {
   using type = Ladder<RowPlan<32, 2, 4>, RowPlan<64, 2, 4>, RowPlan<96, 2, 4>, RowPlan<128, 2, 4>, RowPlan<256, 2, 4>,
                       RowPlan<512, 2, 4>, RowPlan<512, 4, 4, 16>>;
 };
-// Rows that are not of whole 16 bytes, and fp64.
+// Ragged rows, and fp64.
 template <typename scalar_t>
-struct RaggedEachLadder {
+struct RaggedPerRowLadder {
   using type = Ladder<RowPlan<32, 4, 1>, RowPlan<256, 4, 1, 16>>;
 };
 template <>
-struct EachLadder<double> : RaggedEachLadder<double> {};
+struct PerRowLadder<double> : RaggedPerRowLadder<double> {};
 
-// As many threads as have their registers. same: there is one type, and nothing is asked about types.
+// As many threads as registers allow. same: all tensors have one dtype, which saves the tests.
 template <typename Plan>
-constexpr int each_blocks_per_sm(bool same, int bytes) {
+constexpr int per_row_blocks_per_sm(bool same, int bytes) {
   const int threads = kManyTiles<Plan> || bytes == 8 ? 512 : bytes == 2 && !same ? 768 : 1024;
   return round_up_to(threads / round_up_to(Plan::kThreads, 64), 1);
 }
 
-// Ragged rows, by pairs of 16-bit elements, or single ones, chosen as for forward.
+// Ragged rows: vectors of two 16-bit elements, or single elements, as in forward.
 template <typename scalar_t>
 struct RaggedBackwardLadder {
   using type = Ladder<BackwardPlan<8, 4, 2, 28, 3>, BackwardPlan<32, 4, 2, 7, 3>, BackwardPlan<32, 8, 2, 7, 2>,
@@ -391,12 +390,12 @@ struct RaggedBackwardLadder<float> {
 template <>
 struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
 
-// A plan of backward with clusters must never be picked for rows that one of its blocks holds: in every ladder the plan
-// before it holds as much. Such a launch has no cluster attribute (ClusterLaunch), and so an implicit cluster of one
-// block, in which SumExchange still uses mapa, st.async to itself and barrier.cluster. On an H200, by a ladder with
-// clusters of up to 16, it ended with an illegal instruction (with clusters of up to 2 it ran). Counts and addresses
-// are right for one block: one arrival, kWarps pairs of bytes announced and sent, rank 0. Which instruction faults was
-// not found. Forward's kernels use no instruction of clusters in a cluster of one block.
+// A backward plan with clusters must never be selected for rows that one of its blocks holds: in every ladder the
+// previous plan holds as many columns. Such a launch has no cluster attribute (ClusterLaunch), and so an implicit
+// cluster of one block, in which SumExchange still uses mapa, st.async to itself and barrier.cluster. On an H200, with
+// clusters of up to 16 in the ladder, it ended with an illegal instruction (with clusters of up to 2 it ran). Counts
+// and addresses are right for one block: one arrival, kWarps pairs of bytes announced and sent, rank 0. The faulting
+// instruction was not found. The forward kernels use no cluster instruction in a cluster of one block.
 template <typename Only>
 constexpr bool clusters_are_shared(Ladder<Only>) {
   return true;
@@ -411,30 +410,30 @@ template <template <typename> class LadderOf>
 constexpr bool kClustersAreShared =
     clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
 static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
-              kClustersAreShared<AddGradLadder> && kClustersAreShared<AfterGradLadder> &&
-              kClustersAreShared<DropGradLadder> && kClustersAreShared<GateGradLadder>);
+              kClustersAreShared<LoadGradLadder> && kClustersAreShared<EpilogueGradLadder> &&
+              kClustersAreShared<DropoutGradLadder> && kClustersAreShared<GateGradLadder>);
 
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasProducer ? 32 : 0);
 
-// The fused kernels count rows in 32 bits, with room to look some turns ahead: registers are short. More rows, which
-// have few columns, are for the split strategy.
+// The fused kernels count rows in 32 bits, with room for some iterations ahead, to save registers. More rows, which
+// have few columns, go to the split strategy.
 constexpr int64_t kFusedMaxRows = 1 << 30;
-constexpr int kMaxFusedSegments = 65535;  // of rows with a weight of their own: a grid dimension
+constexpr int kMaxFusedSegments = 65535;  // a grid dimension
 
-// Turns of rows in flight or in use. More gained nothing once the ring lay right in shared memory.
+// Slots of the ring. More gained nothing once rows kept their alignment in shared memory.
 template <typename Plan>
 constexpr int kFusedDepth = Plan::kOneBehind          ? 4
                             : Plan::kBlocksPerSm == 2 ? 2
                                                       : 3;
 
-// Strategy "split": blocks of rows write grad_input while blocks of columns sum the weight gradients, in one launch.
-// Reads x and grad_output twice, so it is for what the fused strategy cannot hold, and for problems that live in the
-// L2 cache, where it saves the second launch.
+// Strategy "split": in one launch, blocks of rows write grad_input and blocks of columns sum the weight gradients. It
+// reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for problems that fit into
+// the L2 cache, where it saves the second launch.
 constexpr int64_t kSplitMaxElements = 1 << 20;
 constexpr int64_t kSplitMaxRows = kForRacecheck ? 8 : 1024;
 
-// Whether one block of this strategy can stand in for a cluster, so that few rows need none.
+// Whether one block of this strategy can replace a cluster, so that few rows need no cluster.
 template <typename Plan>
 constexpr bool kSplitClusters = Plan::kClusters && Plan::kThreads * Plan::kMaxCluster <= 512;
 template <typename Plan>
@@ -442,7 +441,7 @@ constexpr int kSplitRowThreads = Plan::kThreads * (kSplitClusters<Plan> ? Plan::
 template <typename Plan>
 constexpr int kSplitThreads = round_up_to(kSplitRowThreads<Plan>, 256);
 
-// As for forward: 80 registers a thread, 128 where a thread holds more than two vectors of x and grad_output.
+// 80 registers a thread, 128 if a thread holds more than two vectors of x and grad_output.
 template <int vecs, int block>
 constexpr int kSplitBlocksPerSm = round_up_to((vecs > 8   ? 256
                                                : vecs > 2 ? 512
@@ -458,14 +457,14 @@ constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer row
 
 // ---- huge rows: shared by the whole card, in two launches (norm_huge.cu) ---------------------------------------------
 
-// Longer rows than a cluster of 16 holds at once.
+// Rows longer than a cluster of 16 holds at once are huge.
 constexpr int64_t huge_forward_columns(DType x_dtype, DType weight_dtype) {
   return weight_dtype == x_dtype && x_dtype != DType::kFloat64 ? 262144 : 131072;
 }
 constexpr int64_t kHugeBackwardColumns = 131072;
 
-// What the threads of a block hold at once: vectors of 16 bytes, or elements where rows are not made of those. With 512
-// threads, two blocks an SM, the second forward kernel spills.
+// The registers of a block: vectors of 16 bytes, or elements of ragged rows. With 512 threads and two blocks an SM, the
+// second forward kernel spills.
 template <typename scalar_t, bool whole>
 struct HugePlan {
   static constexpr int kVec = whole ? 16 / static_cast<int>(sizeof(scalar_t)) : 1;
@@ -488,8 +487,9 @@ constexpr int kHugeRowsAhead = 2;       // rows whose x and grad_output a thread
                                         // 1 for a single row (1 x 16M bf16: 97 us, 91)
 constexpr int kHugeTable = 64;          // rows whose sums a block of gradients merges at once
 
-// Slices of a row: 256, and up to 512 where they would be longer than four tiles. Every block of a second kernel merges
-// all slices of its rows, so what is read for that grows with their square; an H200 has room for 528 blocks of sums.
+// Slices of a row: 256, and up to 512 if they would be longer than four tiles. Every block of a second kernel merges
+// all slices of its rows, so the bytes read for that grow with the square of their number; an H200 has room for 528
+// blocks of sums.
 constexpr int64_t kHugeSlices = 256;
 constexpr int64_t kHugeMaxSlices = 512;
 constexpr int64_t kHugeTilesEach = 4;
@@ -497,14 +497,13 @@ constexpr int64_t kHugeTilesEach = 4;
 // ---- add stages as operations of their own: elements in fours -------------------------------------------------------
 
 constexpr int kQuadThreads = 256;
-constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, of operations whose threads keep weights between rows
+constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, for kernels that keep parameters between rows
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 
 constexpr int kFinalizeColumns = 32;
-constexpr int kFinalizeRows = 32;  // partial rows summed side by side, or 4 where there are few
-constexpr int kFewPartials =
-    kForRacecheck ? 2 : 40;  // with 32 rows side by side, 7 partials at N = 131072 took 30 us (H200)
-// Its blocks waiting beside those of backward from the start (launch_dependents) gained 0.2 us of 200.
+constexpr int kFinalizeRows = 32;                     // threads along the partial sums, or 4 if there are few
+constexpr int kFewPartials = kForRacecheck ? 2 : 40;  // with 32 threads, 7 partial sums at N = 131072 took 30 us (H200)
+// An early start of its blocks (launch_dependents) gained 0.2 us of 200.
 
 }  // namespace fused_layernorm

@@ -5,10 +5,11 @@
 //                                                grad_bias   = sum over rows(grad_output)
 //
 // Two strategies (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused (backward_fused.cuh):
-// persistent blocks walk over rows, read x and grad_output once, keep the weight gradients of their rows in registers
-// and leave one partial sum a block; the only one that has stages. Split: blocks of rows and blocks of columns side by
-// side in one launch. Both take the same steps per row in the same order with pinned rounding, so grad_input has the
-// same bits either way. Partial sums are added in a fixed order: no atomics, no dependence on timing.
+// persistent blocks iterate over rows, read x and grad_output once, keep the weight gradients of their rows in
+// registers and write one partial sum a block; the only strategy with stages. Split: one launch with blocks of rows,
+// for grad_input, and blocks of columns, for the weight gradients. Both strategies take the same steps per row in the
+// same order with pinned rounding, so grad_input has the same bits. Partial sums are added in a fixed order: no
+// atomics, no dependence on timing.
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -20,28 +21,28 @@
 namespace fused_layernorm {
 namespace {
 
-// A launch of the split strategy, decided once: workspace size, grid and kernel arguments all follow from it. The
-// plan's numbers of threads are values, so that plans of as many vectors a thread share a kernel.
+// A launch of the split strategy: workspace size, grid and kernel arguments are derived from it. The number of threads
+// is a run-time value, so that plans with the same number of vectors a thread share a kernel.
 struct SplitLaunch {
-  int threads;         // of a slice of a row: the plan's
-  int row_threads;     // of a row
+  int threads;         // for a slice of a row: the plan's
+  int row_threads;     // for a row
   int inverse_of_row;  // for split_quotient()
   int inverse_of_slice;
-  int rows;            // of a block
-  int cluster;         // slices of a row, in one block: as many as blocks of the fused strategy's cluster
-  int slice;           // columns of a slice
+  int rows;            // per block
+  int cluster;         // slices of a row, all in one block: one for each block of the fused strategy's cluster
+  int slice;           // columns per slice
   int64_t row_blocks;  // blocks of rows
-  int blocks;          // blocks of columns in all
-  int column_lanes;    // threads side by side along a row, in a block of columns
+  int blocks;          // all blocks of columns
+  int column_lanes;    // adjacent threads along a row, in a block of columns
   int column_tiles;    // blocks of columns along a row
-  int column_splits;   // blocks of columns along the rows, for so many rows each:
+  int column_splits;   // blocks of columns along the rows, each for split_rows rows
   int64_t split_rows;
-  int partials;  // partial sums of the weight gradients to be finalized; 0: written directly
+  int partials;  // partial sums of the weight gradients; 0: the gradients are written directly
 };
 
 // ---- split ---------------------------------------------------------------------------------------------------------
 
-// A vector of weights of T as it lies in memory, in the first words of `raw`; ones without weight.
+// Loads a vector of weights of type T into the first words of `raw`; ones without weight.
 template <typename T, int kVec, typename Raw>
 __device__ __forceinline__ void load_raw_weight(Raw& raw, const KernelBackwardParams& params, int64_t col, int count) {
   RawVec<T, kVec> found = one_vec<T, kVec>();
@@ -60,14 +61,14 @@ __device__ __forceinline__ void unpack_weight(acc_t (&weight)[kVec], const Raw& 
   }
 }
 
-// thread / threads for threads of a block, up to 512 of both: a true division is 20 instructions.
+// thread / threads, both up to 512, by a multiplication: a division is 20 instructions.
 constexpr int split_inverse(int threads) { return ((1 << 20) + threads - 1) / threads; }
 __device__ __forceinline__ int split_quotient(int thread, int inverse) {
   return static_cast<int>(static_cast<unsigned>(thread) * static_cast<unsigned>(inverse) >> 20);
 }
 
-// row_sum() of reduce.cuh, of a number of threads known at run time, with the same bits: those of `warps` warps. Called
-// by all threads of the `group`-th row of a block.
+// row_sum() of reduce.cuh for a run-time number of threads, with the same bits. Called by all threads of the `group`-th
+// row of a block.
 template <typename T>
 __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch, const SplitLaunch& launch, int rank,
                                                  int group) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch
   scratch += group * warps;
   const T half = lanes_half_sum<RowThreads<32, 1>, 32>(value);
   if (lane % 16 == 0) reinterpret_cast<T*>(scratch + rank / 32)[lane / 16] = half;
-  // Numbers of barriers are constants (RowThreads::barrier)
+  // Barrier numbers must be constants (RowThreads::barrier)
   if (launch.rows == 1) {
     __syncthreads();
   } else if (group == 0) {
@@ -90,12 +91,12 @@ __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch
   } else {
     asm volatile("bar.sync 4, %0;" ::"r"(launch.row_threads) : "memory");
   }
-  if (launch.row_threads > launch.threads) {  // as a cluster adds them up
+  if (launch.row_threads > launch.threads) {  // in the order of a cluster
     using Lanes = RowThreads<32, 1>;
     const Pair<T> sum = lane % 16 < warps ? scratch[lane % 16] : Pair<T>{0, 0};
     return {Lanes::lanes_sum<16>(sum.first), Lanes::lanes_sum<16>(sum.second)};
   }
-  constexpr int kStrands = 4;  // as sum_of_warps()
+  constexpr int kStrands = 4;  // as in sum_of_warps()
   Pair<T> sums[kStrands] = {};
 #pragma unroll
   for (int strand = 0; strand < kStrands; ++strand)
@@ -118,9 +119,9 @@ __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch
   return sums[0];
 }
 
-// grad_input of one row, tile by tile where it is longer than the registers hold. Where the fused kernel would share
-// the row in a cluster of blocks, as many times the threads do what these would. `rank`: the thread's among those of
-// the row, the block's `group`-th.
+// grad_input of one row, tile by tile if the registers do not hold it. Where the fused kernel shares the row in a
+// cluster, this block has the threads of the whole cluster. `rank`: of the thread in its row, which is the `group`-th
+// of the block.
 template <typename scalar_t, int kVecs, int kVec>
 __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
                                                 const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
@@ -133,13 +134,13 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   const scalar_t* grad_row =
       static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
   const int own = (rank - of_slice * launch.threads) * kVec;
-  const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be 0 or less
+  const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be <= 0
   const int last_tile =
       launch.cluster > 1 || elements <= tile_columns ? 0 : (elements - 1) / tile_columns * tile_columns;
   const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
 
-  // weight, too, on its way with the first loads, where there are registers for it: of x's type, or fp32 beside 16-bit
-  // x, which takes twice as many
+  // weight is loaded together with x if registers allow it: of x's type, or fp32 beside 16-bit x, which takes twice as
+  // many
   constexpr bool kKeepsNarrow = kVec * sizeof(scalar_t) >= 16 && kVecs * kVec * sizeof(scalar_t) <= 64;
   constexpr bool kKeepsWide = kKeepsNarrow && sizeof(scalar_t) == 2 && kVecs * kVec <= 16;
   const bool is_wide = sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32;
@@ -194,11 +195,11 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   sums = split_row_sum(sums, scratch, launch, rank, group);
   const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 
-  forget(x_raw);
-  forget(grad_raw);
+  optimization_barrier(x_raw);
+  optimization_barrier(grad_raw);
   scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= tile_columns) {  // backwards: the last tile is still in registers
+  for (int tile = last_tile; tile >= 0; tile -= tile_columns) {  // last tile first: it is still in registers
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -214,9 +215,9 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   }
 }
 
-// The weight gradients of `column_lanes` vectors of columns over some of the rows. Threads lie column_lanes, a power of
-// two, along a row and kBlock / column_lanes along the rows; the latter are added up through `scratch`, 2*kBlock*kVec
-// sums.
+// The weight gradients of `column_lanes` vectors of columns over some of the rows. column_lanes threads (a power of
+// two) are adjacent along a row, and kBlock / column_lanes along the rows; the latter are reduced through `scratch`,
+// 2*kBlock*kVec sums.
 template <typename scalar_t, int kVec, int kBlock>
 __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const SplitLaunch& launch,
                                                     acc_type<scalar_t>* scratch) {
@@ -247,7 +248,7 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
     }
   }
 
-  // Along the rows: first within a warp, then each column of each gradient by one thread, in order
+  // Reduce along the rows: first within a warp, then one thread a column of each gradient, in order
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
     for (int offset = lanes; offset < 32; offset *= 2) {
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
   } scratch;
   wait_for_previous_kernel();
 
-  // Columns first: they take longest, and rows fill the gaps they leave
+  // Columns first: they take longest, and blocks of rows fill the gaps
   const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
   if (block < 0) {
     backward_of_columns<scalar_t, kVec, kBlock>(params, launch, scratch.columns);
@@ -301,15 +302,15 @@ __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
     const int group = split_quotient(static_cast<int>(threadIdx.x), launch.inverse_of_row);
     const int rank = static_cast<int>(threadIdx.x) - group * launch.row_threads;
     const int64_t row = block * launch.rows + group;
-    if (group >= launch.rows || row >= params.rows) return;  // 96 threads a row leave some without one
+    if (group >= launch.rows || row >= params.rows) return;  // with 96 threads a row some threads have none
     backward_of_row<scalar_t, kVecs, kVec>(params, row, launch, inverse_n, scratch.rows, rank, group);
   }
 }
 
 // ---- finalize ------------------------------------------------------------------------------------------------------
 
-// Adds up `partials` partial sums [grad_weight, grad_bias, or also grad_gate] of a segment: kRows threads side by side
-// each take every kRows-th, in order of the block that left them.
+// Reduces the `partials` partial sums [grad_weight, grad_bias, with a gate grad_gate] of a segment: each of kRows
+// threads takes every kRows-th partial sum, in the order of blocks.
 template <typename acc_t, int kRows>
 __global__ void __launch_bounds__(kFinalizeColumns* kRows)
     norm_backward_finalize_kernel(const __grid_constant__ KernelBackwardParams params, int partials) {
@@ -336,7 +337,7 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
 #pragma unroll
   for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
   const int64_t at = blockIdx.z * params.hidden_size + column;
-  if (which == 2) return store_as(gradient, dtype, at, sum);  // `accumulate` is not for it
+  if (which == 2) return store_as(gradient, dtype, at, sum);  // `accumulate` does not apply to grad_gate
   store_gradient(params, gradient, dtype, at, sum);
 }
 
@@ -411,13 +412,13 @@ cudaError_t call_fused(const KernelBackwardParams& params, const GradStages& sta
   }
 }
 
-// How many partial sums the fused strategy leaves, before any launch; 0: it is not for this call.
+// The number of partial sums of the fused strategy; 0: it does not take the call.
 int fused_partials(const KernelBackwardParams& params, const GradStages& stages) {
   FusedCall call;
   return call_fused(params, stages, call) == cudaSuccess ? call.running : 0;
 }
 
-// Only the fused strategy knows segments of rows; elsewhere each is a problem of its own.
+// Only the fused strategy takes segments of rows; for the others each segment is a separate problem.
 bool goes_by_segments(const KernelBackwardParams& params, const GradStages& stages) {
   return params.segments > 1 && (is_huge_backward(params) || fused_partials(params, stages) == 0);
 }
@@ -441,7 +442,7 @@ cudaError_t launch_split(const KernelBackwardParams& params, cudaStream_t stream
   });
 }
 
-// More rows than a grid has blocks, by the split strategy, columns first.
+// More rows than a grid has blocks: the split strategy in several launches, columns first.
 cudaError_t launch_many_rows(const KernelBackwardParams& params, cudaStream_t stream) {
   KernelBackwardParams columns = params;
   columns.grad_input = nullptr;

@@ -3,9 +3,8 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// Each row is in the registers of a group of threads, or of a cluster (forward_kernel.cuh, forward_*.cu). How the
-// statistics are put together is said in forward_rows.cuh; rows too long for this are streamed (norm_forward_long.cu),
-// or shared by the whole card (norm_huge.cu).
+// A group of threads, or a cluster, holds each row in registers (forward_kernel.cuh, forward_*.cu). forward_rows.cuh
+// explains the statistics. Longer rows are streamed (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
 #include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
@@ -27,9 +26,9 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     }
     return cudaSuccess;
   }
-  // Streams keep weights for all of their rows. Where each has its own, clusters hold a row in registers
-  const bool is_each = params.segments > 1 && params.segments == params.rows;
-  const bool is_long = is_long_row(params.x_dtype, params.hidden_size) && !is_each;
+  // The streaming kernel keeps one weight for all rows. With per-row weights, clusters hold a row in registers
+  const bool is_per_row = params.segments > 1 && params.segments == params.rows;
+  const bool is_long = is_long_row(params.x_dtype, params.hidden_size) && !is_per_row;
   if (params.segments > 1 && (is_huge_forward(params) || is_long)) {
     for (int segment = 0; segment < params.segments; ++segment) {
       const cudaError_t launched = launch_forward(segment_of_rows(params, segment), stream);
@@ -51,18 +50,18 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
   return cudaErrorInvalidValue;
 }
 
-bool has_add_stage(const KernelForwardParams& params, const AddStage& stage) {
+bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage) {
   const DType x = params.x_dtype, z = stage.residual_out_dtype;
   return has_fused_plan(params, z) && x != DType::kFloat64 && (z == x || z == DType::kFloat32) &&
          (!stage.residual || stage.residual_dtype == z) && !(stage.gate && stage.dropout.philox);
 }
 
-cudaError_t launch_forward(const KernelForwardParams& params, const AddStage& stage, cudaStream_t stream) {
-  if (!has_add_stage(params, stage)) return cudaErrorNotSupported;
+cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+  if (!takes_load_stage(params, stage)) return cudaErrorNotSupported;
   switch (stage.residual_out_dtype) {
-    case DType::kFloat16: return launch_add<__half>(params, stage, stream);
-    case DType::kBFloat16: return launch_add<__nv_bfloat16>(params, stage, stream);
-    default: return launch_add<float>(params, stage, stream);
+    case DType::kFloat16: return launch_load<__half>(params, stage, stream);
+    case DType::kBFloat16: return launch_load<__nv_bfloat16>(params, stage, stream);
+    default: return launch_load<float>(params, stage, stream);
   }
 }
 

@@ -1,10 +1,10 @@
 // Forward of LayerNorm and RMSNorm for long rows, on cards with the copy engine and clusters of 16 (sm_90, sm_100).
 //
-// Persistent clusters share rows; a block has the same columns of every row, whose weight and bias its threads keep in
-// registers. Slices of rows stream through a ring in shared memory: a slice is summed when it has arrived, and read
-// again and written as y some rows later, by when the sums of the other blocks have come. So x is read from memory
-// once, and nobody waits for an exchange. Clusters claim the next row when they have room for it: memory is read and
-// written almost in order, and they end together (benchmarks/README.md, "Persistent blocks drift apart").
+// A persistent cluster shares each row; a block has the same columns of every row, and keeps their weight and bias in
+// registers. Slices of rows stream through a ring in shared memory: a slice is summed when it arrives, and read again
+// and written as y some rows later, when the sums of the other blocks are there. So x is read from memory once, and no
+// thread waits for an exchange. Clusters claim the next row when they have a free slot: memory is accessed almost
+// in order, and all clusters end together (benchmarks/README.md, "Persistent blocks drift apart").
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
@@ -15,14 +15,14 @@
 namespace fused_layernorm {
 namespace {
 
-// Rows whose sums are on their way between warps and blocks, at most; a power of two. Nobody overruns them: a block
+// The most rows whose sums are being exchanged; a power of two. An exchange is never overwritten too early: a block
 // sums row i + kExchanges after it wrote row i + kExchanges - delay - 1, for which it needed every block's sums of that
-// row; a block sends those after it is done with the exchange two rows before. So all are done with row i if kExchanges
+// row; a block sends those after it has finished the exchange two rows before. So all have finished row i if kExchanges
 // >= delay + 3.
 template <typename Plan>
 constexpr int kExchanges = Plan::kDelay + 3 <= 8 ? 8 : 16;
 
-// The part of each row that one block holds.
+// The columns of a block.
 struct Slice {
   int64_t first_col;
   int vecs;
@@ -34,7 +34,7 @@ struct Slice {
     return {first * kVec, static_cast<int>(max(min(most, all - first), int64_t{0}))};
   }
 
-  // Elements that this warp has of the first `vecs_each` vectors of its threads.
+  // The number of elements in the first `vecs_each` vectors of this warp's threads.
   template <int kThreads, int kVec>
   __device__ int warp_elements(int vecs_each) const {
     const int warp_first = static_cast<int>(threadIdx.x) / 32 * 32;
@@ -44,39 +44,39 @@ struct Slice {
   }
 };
 
-// Whether threads keep bias in registers, as weight; else they read it from the cache for each row.
+// Whether threads keep bias in registers, like weight; else they read it from the cache for each row.
 template <typename Plan>
 constexpr bool kKeepsBias = Plan::kVecs <= 4;
 
-// Bytes of a slice in the ring, with room for its address's place within 128 bytes (RowRing in backward_fused.cuh says
-// why).
+// Bytes of a slice in the ring, with room for its alignment modulo 128 bytes (see RowRing in row_ring.cuh).
 template <typename Plan>
 constexpr int kSlicePitch = Plan::kThreads * Plan::kVecs * 16 + 128;
 
-// Beside the warps that sum and write there are one that asks the copy engine for slices and one that merges the sums
-// of warps and blocks. They wait for each other row by row, at barriers in shared memory.
+// Beside the warps that sum and write, one producer warp issues bulk copies of slices, and one warp merges the sums of
+// warps and blocks. They synchronize row by row through mbarriers.
 //
-// next_row: 0 at first, in global memory; nullptr: rows are dealt out in turn. Which cluster has a row is not seen in
-// its bits.
+// next_row: a counter in global memory, initially 0; nullptr: rows are assigned round-robin. The bits of a row do not
+// depend on its cluster.
 template <typename scalar_t, typename weight_t, typename Plan>
 __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     norm_forward_stream_kernel(const __grid_constant__ KernelForwardParams params, float inverse_n,
                                unsigned* next_row) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kPitch = kSlicePitch<Plan>;
-  constexpr int kSlots = kExchanges<Plan>;
+  constexpr int kExchangeSlots = kExchanges<Plan>;
   constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;  // as in norm_forward.cu
-  static_assert(kSlots >= Plan::kDelay + 3 && Plan::kDepth > Plan::kDelay && Plan::kDelay > 0);
+  static_assert(kExchangeSlots >= Plan::kDelay + 3 && Plan::kDepth > Plan::kDelay && Plan::kDelay > 0);
   using Row = RowThreads<kThreads, 1>;
   using Vec = RawVec<scalar_t, kVec>;
   extern __shared__ __align__(128) uint4 ring_memory[];
   __shared__ uint64_t claimed[Plan::kDepth], arrived[Plan::kDepth], released[Plan::kDepth];
-  __shared__ int64_t claims[Plan::kDepth], rows[Plan::kDepth];  // by the first block; those loaded here, -1 at the end
-  __shared__ unsigned places[Plan::kDepth];                     // of a slice in its stage
-  __shared__ uint64_t summed[kSlots], exchanged[kSlots], finished[kSlots];
-  alignas(16) __shared__ Moments<float> warp_parts[kSlots][Row::kWarps];
-  alignas(16) __shared__ Moments<float> block_parts[kSlots][kMaxCluster];
-  __shared__ RowNorm<float> norms[kSlots];
+  __shared__ int64_t claims[Plan::kDepth];          // by the first block
+  __shared__ int64_t rows[Plan::kDepth];            // in the ring; -1: the end
+  __shared__ unsigned slice_offsets[Plan::kDepth];  // alignment of a slice in its slot
+  __shared__ uint64_t summed[kExchangeSlots], exchanged[kExchangeSlots], finished[kExchangeSlots];
+  alignas(16) __shared__ Moments<float> warp_parts[kExchangeSlots][Row::kWarps];
+  alignas(16) __shared__ Moments<float> block_parts[kExchangeSlots][kMaxCluster];
+  __shared__ RowNorm<float> norms[kExchangeSlots];
 
   const int blocks = cluster_size();
   const int64_t first_row = blockIdx.x / blocks, row_step = gridDim.x / blocks;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
       init_barrier(arrived_at + 8 * i, 1);
       init_barrier(released_at + 8 * i, Row::kWarps * kWarpArrivals);
     }
-    for (int i = 0; i < kSlots; ++i) {
+    for (int i = 0; i < kExchangeSlots; ++i) {
       init_barrier(summed_at + 8 * i, Row::kWarps);
       init_barrier(exchanged_at + 8 * i, 1);
       init_barrier(finished_at + 8 * i, kWarpArrivals);
@@ -102,18 +102,18 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
   }
   cluster_sync();
 
-  // The ring: which stage, and the parity of its phase
-  int stage = 0;
+  // The slot of the ring, and the parity of its phase
+  int slot = 0;
   unsigned parity = 0;
-  const auto next_stage = [&] {
-    if (++stage == Plan::kDepth) {
-      stage = 0;
+  const auto next_slot = [&] {
+    if (++slot == Plan::kDepth) {
+      slot = 0;
       parity ^= 1;
     }
   };
-  // The exchange of a block's `turn`-th row
-  const auto slot_of = [](unsigned turn) { return turn % kSlots; };
-  const auto parity_of = [](unsigned turn) { return turn / kSlots % 2; };
+  // The exchange of a block's `iteration`-th row
+  const auto exchange_of = [](unsigned iteration) { return iteration % kExchangeSlots; };
+  const auto parity_of = [](unsigned iteration) { return iteration / kExchangeSlots % 2; };
 
   if (warp == Row::kWarps) {
     // Load
@@ -121,64 +121,64 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     const unsigned bytes = 16 * slice.vecs;
     const char* x = reinterpret_cast<const char*>(static_cast<const scalar_t*>(params.x) + slice.first_col);
     const bool claims_rows = next_row && cluster_rank() == 0;
-    int64_t next = claims_rows ? atomicAdd(next_row, 1u) : 0;  // on its way while others are waited for
+    int64_t next = claims_rows ? atomicAdd(next_row, 1u) : 0;  // requested early, to overlap the waits
     for (int64_t row = first_row;; row += row_step) {
-      wait_barrier(released_at + 8 * stage, parity ^ 1);
+      wait_barrier(released_at + 8 * slot, parity ^ 1);
       if (claims_rows) {
-        // The others are done with the claim before in this place: this block has their sums of that row
-        for (int peer = 0; peer < blocks; ++peer) send_to_peer(&claims[stage], claimed_at + 8 * stage, peer, next);
+        // All blocks have read the previous claim of this slot: this block has their sums of that row
+        for (int peer = 0; peer < blocks; ++peer) send_to_peer(&claims[slot], claimed_at + 8 * slot, peer, next);
         if (next < params.rows) next = atomicAdd(next_row, 1u);
       }
       if (next_row) {
-        expect_bytes(claimed_at + 8 * stage, sizeof(claims[stage]));
-        wait_barrier(claimed_at + 8 * stage, parity);
-        row = claims[stage];
+        expect_bytes(claimed_at + 8 * slot, sizeof(claims[slot]));
+        wait_barrier(claimed_at + 8 * slot, parity);
+        row = claims[slot];
       }
       if (row >= params.rows) {
-        rows[stage] = -1;
-        arrive_barrier(arrived_at + 8 * stage);
+        rows[slot] = -1;
+        arrive_barrier(arrived_at + 8 * slot);
         break;
       }
       const char* source = x + params.x_strides.offset(row) * static_cast<int64_t>(sizeof(scalar_t));
-      const unsigned place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128);
-      rows[stage] = row;
-      places[stage] = place;
-      expect_bytes(arrived_at + 8 * stage, bytes);
-      copy_bulk(memory + stage * kPitch + place, source, bytes, arrived_at + 8 * stage);
-      next_stage();
+      const unsigned slice_offset = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128);
+      rows[slot] = row;
+      slice_offsets[slot] = slice_offset;
+      expect_bytes(arrived_at + 8 * slot, bytes);
+      copy_bulk(memory + slot * kPitch + slice_offset, source, bytes, arrived_at + 8 * slot);
+      next_slot();
     }
   } else if (warp == Row::kWarps + 1) {
-    // Statistics, from the warps' sums on; those of other blocks one row behind
+    // Merge the sums of the warps; those of the other blocks one row behind
     const float elements = static_cast<float>(slice.vecs * kVec);
     const float inverse_slice = quick_ratio(1.f, max(slice.vecs * kVec, 1));
-    const auto receive = [&](unsigned turn, int64_t row) {
-      const unsigned slot = slot_of(turn);
-      wait_barrier(exchanged_at + 8 * slot, parity_of(turn));
+    const auto receive = [&](unsigned iteration, int64_t row) {
+      const unsigned exchange = exchange_of(iteration);
+      wait_barrier(exchanged_at + 8 * exchange, parity_of(iteration));
       Moments<float> part{};
-      if (lane % kMaxCluster < blocks) part = block_parts[slot][lane % kMaxCluster];
+      if (lane % kMaxCluster < blocks) part = block_parts[exchange][lane % kMaxCluster];
       const RowNorm<float> norm = finish_row(merge_moments<kMaxCluster>(part, inverse_n), inverse_n, params, row,
                                              lane == 0 && cluster_rank() == 0);
-      if (lane == 0) norms[slot] = norm;
-      arrive_of_warp(finished_at + 8 * slot);
+      if (lane == 0) norms[exchange] = norm;
+      arrive_of_warp(finished_at + 8 * exchange);
     };
-    unsigned turn = 0;
+    unsigned iteration = 0;
     int64_t row_before = 0;
-    for (;; ++turn) {
-      wait_barrier(arrived_at + 8 * stage, parity);
-      const int64_t row = rows[stage];
+    for (;; ++iteration) {
+      wait_barrier(arrived_at + 8 * slot, parity);
+      const int64_t row = rows[slot];
       if (row < 0) break;
-      next_stage();
-      const unsigned slot = slot_of(turn);
-      wait_barrier(summed_at + 8 * slot, parity_of(turn));
-      Moments<float> part = merge_moments<Row::kWarps>(warp_parts[slot][lane % Row::kWarps], inverse_slice);
+      next_slot();
+      const unsigned exchange = exchange_of(iteration);
+      wait_barrier(summed_at + 8 * exchange, parity_of(iteration));
+      Moments<float> part = merge_moments<Row::kWarps>(warp_parts[exchange][lane % Row::kWarps], inverse_slice);
       part.n = elements;
-      if (lane == 0) expect_bytes(exchanged_at + 8 * slot, blocks * static_cast<unsigned>(sizeof(part)));
-      if (lane < blocks) send_to_peer(&block_parts[slot][cluster_rank()], exchanged_at + 8 * slot, lane, part);
-      if (turn > 0) receive(turn - 1, row_before);
+      if (lane == 0) expect_bytes(exchanged_at + 8 * exchange, blocks * static_cast<unsigned>(sizeof(part)));
+      if (lane < blocks) send_to_peer(&block_parts[exchange][cluster_rank()], exchanged_at + 8 * exchange, lane, part);
+      if (iteration > 0) receive(iteration - 1, row_before);
       row_before = row;
     }
-    // A block does not end before all that others send to it has come
-    if (turn > 0) receive(turn - 1, row_before);
+    // A block must not exit while others send to it
+    if (iteration > 0) receive(iteration - 1, row_before);
   } else {
     const int rank = threadIdx.x;
     const bool full = slice.vecs == kThreads * kVecs;
@@ -200,14 +200,14 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     const float weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0.f;
     const int sampled = slice.warp_elements<kThreads, kVec>(kSample);
     const float held = static_cast<float>(slice.warp_elements<kThreads, kVec>(kVecs));
-    const auto slice_at = [&](int stage) { return memory + stage * kPitch + places[stage]; };
+    const auto slice_at = [&](int slot) { return memory + slot * kPitch + slice_offsets[slot]; };
     const auto read = [&](unsigned at, int v) {
       Vec raw;
       raw.words[0] = load_shared(at + 16 * (v * kThreads + rank));
       return raw;
     };
 
-    // A full slice goes without a test a vector.
+    // `all`: the slice is full, no vector needs a test.
     const auto sum_up = [&](unsigned at, auto all) {
       Vec raw[kVecs];
       float values[kVec];
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
         const float first = __shfl_sync(0xffffffffu, values[0], 0);
         if (sampled > 0) part.m = snapped(quick_ratio(sum, sampled), first);
       }
-      forget(raw);
+      optimization_barrier(raw);
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
         if (!all && !has(v)) continue;
@@ -239,10 +239,10 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
       part.q = Row::warp_sum(part.q);
       return part;
     };
-    // Plain: y of x's type, no weight_offset
+    // plain: y of x's type, no weight_offset
     const auto write = [&](unsigned at, const RowNorm<float>& norm, int64_t y_index, auto all, auto plain) {
-      forget(weight);  // or they are kept widened, in twice the registers
-      if constexpr (kKeepsBias<Plan>) forget(bias);
+      optimization_barrier(weight);  // or the widened values are kept, in twice the registers
+      if constexpr (kKeepsBias<Plan>) optimization_barrier(bias);
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
         if (!all && !has(v)) continue;
@@ -265,28 +265,28 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
     };
     const bool plain = params.y_dtype == dtype_of<scalar_t> && weight_offset == 0;
 
-    unsigned turn = 0, written = 0;  // rows summed, rows written
-    int writing = 0;                 // stage of the next to write
-    for (bool more = true; more || written < turn;) {
+    unsigned iteration = 0, written = 0;  // rows summed, rows written
+    int writing = 0;                      // slot of the next row to write
+    for (bool more = true; more || written < iteration;) {
       if (more) {
-        const unsigned slot = slot_of(turn);
-        wait_barrier(arrived_at + 8 * stage, parity);
-        if (rows[stage] < 0) {
+        const unsigned exchange = exchange_of(iteration);
+        wait_barrier(arrived_at + 8 * slot, parity);
+        if (rows[slot] < 0) {
           more = false;
           continue;
         }
-        const unsigned at = slice_at(stage);
+        const unsigned at = slice_at(slot);
         const Moments<float> part = full ? sum_up(at, std::true_type{}) : sum_up(at, std::false_type{});
         if (lane == 0) {
-          warp_parts[slot][warp] = part;
-          arrive_barrier(summed_at + 8 * slot);
+          warp_parts[exchange][warp] = part;
+          arrive_barrier(summed_at + 8 * exchange);
         }
-        next_stage();
-        if (++turn <= Plan::kDelay) continue;
+        next_slot();
+        if (++iteration <= Plan::kDelay) continue;
       }
-      const unsigned slot = slot_of(written);
-      wait_barrier(finished_at + 8 * slot, parity_of(written));
-      const RowNorm<float> norm = norms[slot];
+      const unsigned exchange = exchange_of(written);
+      wait_barrier(finished_at + 8 * exchange, parity_of(written));
+      const RowNorm<float> norm = norms[exchange];
       const unsigned at = slice_at(writing);
       const int64_t y_index = rows[writing] * params.hidden_size + own_col;
       if (!plain) {
@@ -306,8 +306,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// How many clusters of a kernel run at once on the current device; 0 where they find no room, as in a slice of a card
-// (MIG).
+// The number of resident clusters of a kernel on the current device; 0 if none fits, as in a MIG slice.
 template <typename Kernel>
 int clusters_at_once(Kernel kernel, const DeviceFacts& facts, int threads, int bytes, int cluster) {
   cudaFuncAttributes attributes{};
@@ -318,16 +317,16 @@ int clusters_at_once(Kernel kernel, const DeviceFacts& facts, int threads, int b
                     allow_more(kernel, bytes, facts.max_cluster) == cudaSuccess &&
                     cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config) == cudaSuccess;
   if (runs) return std::min(clusters, kMostClusters);
-  cudaGetLastError();  // the error of a question is nobody else's business
+  cudaGetLastError();  // clear the error of a query
   return 0;
 }
 
 template <typename scalar_t, typename weight_t, typename Plan>
 cudaError_t launch_plan(const KernelForwardParams& params, int device, const DeviceFacts& facts, cudaStream_t stream) {
   constexpr int kDevices = 64, kThreads = kStreamThreads<Plan>, kBytes = Plan::kDepth * kSlicePitch<Plan>;
-  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // 0: not asked yet, else 1 + clusters
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // 0: unknown, else 1 + clusters
   const int64_t tile = Plan::kThreads * Plan::kVecs * Plan::kVec;
-  int cluster = 2;  // powers of two, which fill a card's groups of SMs
+  int cluster = 2;  // powers of two fill the GPCs of a card
   while (cluster * tile < params.hidden_size) cluster *= 2;
   if (cluster > facts.max_cluster || params.hidden_size % Plan::kVec != 0) return cudaErrorNotSupported;
 

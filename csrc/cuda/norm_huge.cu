@@ -1,9 +1,9 @@
-// Forward and backward of rows so long that few of them, or one, should occupy the whole card.
+// Forward and backward of rows so long that few of them, or one, must occupy the whole card.
 //
-// A row is cut into slices, as many as its length says. The first kernel of each direction leaves what every slice adds
-// to the sums of its row; the second merges the slices of a row, always in the same order, and finishes the row. So x
-// (and grad_output) are read twice; the second kernel goes the other way, to meet first what the L2 cache still holds.
-// Maths: forward_rows.cuh, norm_backward.cu.
+// A row is cut into slices; their number depends on its length. The first kernel of each direction stores the sums of
+// every slice; the second merges the slices of a row, always in the same order, and finishes the row. So x (and
+// grad_output) are read twice; the second kernel runs from the last block to the first, to hit what the L2 cache still
+// holds. Maths: forward_rows.cuh, norm_backward.cu.
 #include <algorithm>
 
 #include "backward_rows.cuh"
@@ -19,9 +19,9 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How a row is cut. A function of hidden_size and dtype alone: the order of a row's sums follows from it.
+// The slices of a row. They depend on hidden_size and dtype only, because the order of a row's sums follows from them.
 struct Slices {
-  int count, elements;  // of a slice: whole tiles; the last may be shorter
+  int count, elements;  // elements of a slice: whole tiles; the last slice may be shorter
 
   Slices(int64_t hidden_size, int64_t tile) {
     const int64_t tiles = ceil_div(hidden_size, tile);
@@ -31,7 +31,7 @@ struct Slices {
     elements = static_cast<int>(tiles_each * tile);
   }
 
-  // For what does not add up: in `most` longer slices, where that is fewer and not too few.
+  // Slices for elementwise work, where no order of sums matters: `most` longer ones, if that is fewer and not too few.
   Slices recut(int64_t most, int64_t hidden_size, int64_t tile) const {
     Slices cuts = *this;
     if (most < kHugeLeastCuts || most >= count) return cuts;
@@ -41,13 +41,13 @@ struct Slices {
   }
 };
 
-// The slice of a row that a block works on, and this thread's place in it.
+// The slice of a row that a block works on, and this thread's columns in it.
 template <typename Plan>
 struct SliceOfBlock {
   static constexpr int kTile = Plan::kThreads * Plan::kVecs * Plan::kVec;
 
   int64_t first_col;
-  int row, slice, elements, own;  // own: where this thread's first vector lies in a tile
+  int row, slice, elements, own;  // own: offset of this thread's first vector in a tile
 
   __device__ SliceOfBlock(const Slices& slices, int64_t hidden_size, int row, int slice)
       : row(row), slice(slice), own(static_cast<int>(threadIdx.x) * Plan::kVec) {
@@ -67,8 +67,8 @@ struct SliceOfBlock {
   __device__ bool has(int tile, int v) const { return tile + own + v * Plan::kThreads * Plan::kVec < elements; }
 };
 
-// Calls add(part, first) for parts l, l + 32, ... of `count`, in this order, in lane l; kAtOnce loads are on their way
-// at once.
+// In lane l, calls add(part, first) for parts l, l + 32, ... of `count`, in this order; kAtOnce loads are in flight at
+// once.
 template <int kAtOnce, typename T, typename F>
 __device__ __forceinline__ void for_each_part(const T* parts, int count, F&& add) {
   const int lane = threadIdx.x % 32;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void for_each_part(const T* parts, int count, F&& add
   }
 }
 
-// The other end first.
+// Reverses the order of blocks.
 __device__ __forceinline__ unsigned from_the_end(unsigned block) { return gridDim.x - 1 - block; }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
   const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x / slices.count, blockIdx.x % slices.count);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
 
-  // The reference point of a warp is its mean of the first tile
+  // The reference point of a warp is its mean over the first tile
   RawVec<scalar_t, Plan::kVec> raw[Plan::kVecs];
   acc_t values[Plan::kVec];
   Moments<acc_t> part{};
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
     if (tile == 0 && !params.is_rms_norm) {
       acc_t sum = 0;
 #pragma unroll
-      for (int v = 0; v < Plan::kVecs; ++v) {  // zeros where there is nothing
+      for (int v = 0; v < Plan::kVecs; ++v) {  // absent elements are 0
         unpack(raw[v], values);
         sum += vec_sum(values);
       }
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
   if (threadIdx.x == 0) static_cast<Moments<acc_t>*>(params.workspace)[at.row * slices.count + at.slice] = part;
 }
 
-// The moments of a whole row from those of its slices, by one warp.
+// One warp merges the moments of the slices of a row.
 template <typename T>
 __device__ __forceinline__ Moments<T> merge_slices(const Moments<T>* parts, int count, T inverse_n) {
   Moments<T> sum{};
@@ -257,16 +257,16 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
   if (threadIdx.x == 0) static_cast<Pair<acc_t>*>(params.workspace)[at.row * slices.count + at.slice] = sums;
 }
 
-// A row as its gradients need it.
+// The merged sums of a row, as grad_input needs them.
 template <typename scalar_t>
 struct MergedRow {
   SavedStats<acc_type<scalar_t>> saved;
   Pair<acc_type<scalar_t>> slope_level;
 };
 
-// Each block has a group of rows and a tile of columns; of a single row (kAhead 1) as many tiles as leave enough
-// blocks, as a block must merge the row's sums before it can begin. kAhead: rows whose x and grad_output a thread loads
-// at once.
+// Each block has a group of rows and a tile of columns; with a single row (kAhead 1) several tiles, as many as leave
+// enough blocks, because a block must merge the row's sums before it starts. kAhead: rows whose x and grad_output a
+// thread loads at once.
 template <typename scalar_t, typename Plan, int kAhead>
 __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
     norm_huge_gradients_kernel(const __grid_constant__ KernelBackwardParams params,
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
 #pragma unroll 1
     for (int chunk = first_row; chunk < end_row; chunk += kHugeTable) {
       const int rows = min(end_row - chunk, kHugeTable);
-      load(chunk);  // on their way while the sums are merged
+      load(chunk);  // the loads overlap the merging of sums
       if (merges) __syncthreads();
       for (int index = threadIdx.x / 32; merges && index < rows; index += kWarps) {
         const auto* parts = static_cast<const Pair<acc_t>*>(params.workspace) + (chunk + index) * slices.count;
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Calls f(types, HugePlan) for rows made of whole 16 bytes, or of elements.
+// Calls f(types, HugePlan) for rows of whole 16-byte vectors, or of single elements.
 template <typename Types, typename F>
 cudaError_t dispatch_huge(Types types, int64_t hidden_size, F&& f) {
   using scalar_t = typename Types::scalar_t;
@@ -392,7 +392,8 @@ Slices slices_of(int64_t hidden_size) {
   return Slices(hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec);
 }
 
-// How backward spreads the gradients, and where the sums of slices end and the partial sums of weight gradients begin.
+// The grid of norm_huge_gradients_kernel, and the layout of the workspace: sums of slices, then partial sums of weight
+// gradients.
 struct GradientLaunch {
   int column_tiles, column_blocks;
   int partials;  // 0: one group has all rows and writes the weight gradients itself
@@ -465,7 +466,7 @@ cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t 
     DeviceFacts facts;
     error = device_facts(device, facts);
     if (error != cudaSuccess) return error;
-    // Weights twice as wide as x take twice the registers
+    // fp32 weights beside 16-bit x take twice the registers
     using Normalize =
         RowPlan<Plan::kThreads, Plan::kVecs* static_cast<int>(sizeof(scalar_t)) / static_cast<int>(sizeof(weight_t)),
                 Plan::kVec>;
@@ -478,7 +479,7 @@ cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t 
   });
 }
 
-// Weight gradients alone need no sums along a row: those are made side by side with no others (norm_backward.cu).
+// Weight gradients alone need no sums along a row: the split strategy takes them (norm_backward.cu).
 bool is_huge_backward(const KernelBackwardParams& params) {
   return params.hidden_size > kHugeBackwardColumns && params.grad_input;
 }
@@ -499,7 +500,7 @@ cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_
     using Sums = typename decltype(plan)::Sums;
     using Gradients = typename decltype(plan)::Gradients;
     const auto inverse_n = inverse_of<acc_t>(params.hidden_size);
-    KernelBackwardParams rest = params;  // its workspace: the partial sums
+    KernelBackwardParams rest = params;  // its workspace holds the partial sums
     rest.workspace = static_cast<char*>(params.workspace) + launch.sums_bytes;
     acc_t* partials = launch.partials > 0 ? static_cast<acc_t*>(rest.workspace) : nullptr;
 

@@ -1,7 +1,8 @@
-// Keeps persistent blocks together, so that memory is read and written almost in order and all blocks end together.
+// Keeps persistent blocks at about the same iteration, so that memory is accessed almost in order and all blocks end
+// together.
 //
-// SMs do not get equal shares of the memory's bandwidth (benchmarks/README.md has figures). Now and then a block
-// compares its turns with the mean of all and waits while it is too far ahead. Which rows a block has does not change,
+// SMs do not get equal shares of the memory bandwidth (benchmarks/README.md has figures). At intervals a block compares
+// its iterations with the mean of all blocks, and waits while it is too far ahead. The rows of a block do not change,
 // so neither do results.
 #pragma once
 
@@ -10,26 +11,26 @@
 namespace fused_layernorm {
 namespace {
 
-// Paced turns of all blocks so far. Never set to 0: only its growth is looked at. Kernels of other streams that add to
-// it make blocks wait less, and blocks that could not begin yet make the others wait in vain, once.
-__device__ unsigned paced_turns;
+// Paced iterations of all blocks so far. It is never reset: only differences are used. Kernels of other streams that
+// add to it make blocks wait less; blocks that could not start yet make the others wait in vain, once.
+__device__ unsigned paced_iterations;
 
-// kEvery: of how many turns one is paced. Few fields: the kernels have no register to spare.
+// Every kEvery-th iteration is paced. Few fields: the kernels have no registers to spare.
 template <int kEvery>
 class Pace {
  public:
-  // The first `free` turns, which fill a ring, are not: by then all blocks have begun.
+  // The first `free` iterations, which fill the ring, are not paced: after them all blocks have started.
   __device__ explicit Pace(int free) : mean_(look()), free_(free) {}
 
-  // Before the block's next turn, by one of its threads.
-  __device__ void next_turn() {
+  // Called by one thread before each iteration of the block.
+  __device__ void next_iteration() {
     if (free_ > 0) {
       --free_;
       return;
     }
     free_ = kEvery - 1;
     mean_ += gridDim.x;
-    atomicAdd(&paced_turns, 1u);
+    atomicAdd(&paced_iterations, 1u);
     const int slack = static_cast<int>(kPaceSlackHalves * gridDim.x / 2);
     for (int looks = 0; static_cast<int>(mean_ - look()) > slack; ++looks) {
       if (looks == kPaceLooks) mean_ -= kPaceNever;
@@ -38,17 +39,17 @@ class Pace {
   }
 
  private:
-  __device__ static unsigned look() { return *static_cast<volatile unsigned*>(&paced_turns); }
+  __device__ static unsigned look() { return *static_cast<volatile unsigned*>(&paced_iterations); }
 
-  unsigned mean_;  // what paced_turns is when the mean of the blocks has as many turns as this one
+  unsigned mean_;  // the value of paced_iterations at which the mean of the blocks equals this block's count
   int free_;
 };
 
 template <>
-class Pace<0> {  // no turn is paced
+class Pace<0> {  // no iteration is paced
  public:
   __device__ explicit Pace(int) {}
-  __device__ void next_turn() {}
+  __device__ void next_iteration() {}
 };
 
 }  // namespace

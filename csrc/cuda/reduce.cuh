@@ -10,9 +10,9 @@
 namespace fused_layernorm {
 
 // The kThreads (a power of two, 2 to 1024, or a multiple of 32) neighbouring threads of a block that work on one row;
-// kRows rows a block. whole_warps: rows that share a warp take every step together; lanes without a row have left the
-// kernel (returned, not skipped an `if`: __shfl_sync waits for every lane it names that has not). Then sums name all
-// lanes; a set of lanes worked out at run time costs a vote and a branch each time.
+// kRows rows a block. whole_warps: rows that share a warp run in lockstep, and lanes without a row have returned from
+// the kernel (a skipped `if` is not enough: __shfl_sync waits for every named lane that has not exited). Then every
+// mask is all lanes; a mask computed at run time costs a vote and a branch per exchange.
 template <int kThreads, int kRows, bool whole_warps = false>
 struct RowThreads {
   static_assert(kThreads <= 32 || kRows <= 8, "barrier() counts to eight");
@@ -24,7 +24,7 @@ struct RowThreads {
   __device__ static int group() { return static_cast<int>(threadIdx.x) / kThreads; }  // which row of the block
   __device__ static int warp() { return rank() / kLanes; }                            // which warp of the row
 
-  // The lanes of this warp that take part.
+  // The lanes of this warp that belong to the row.
   __device__ static unsigned lane_mask() {
     if constexpr (kLanes == 32 || whole_warps) {
       return 0xffffffffu;
@@ -33,16 +33,16 @@ struct RowThreads {
     }
   }
 
-  // Waits for the threads of this row only, so that rows of one block may differ in how many steps they take. The
-  // barrier's number must be a constant: an SM has few barriers, and a block whose number is computed at run time is
-  // given all 16, which left room for 4 blocks an SM (H200: forward at N = 4096 ran at 0.58 of the copy, not 0.95).
+  // Waits for the threads of this row only, so that rows of one block may take different numbers of steps. The
+  // barrier's number must be a constant: for a number computed at run time the block reserves all 16 barriers, which
+  // limited an SM to 4 blocks (H200: forward at N = 4096 ran at 0.58 of the copy, not 0.95).
   __device__ static void barrier() {
     if constexpr (kWarps == 1) {
       __syncwarp(lane_mask());
     } else if constexpr (kRows == 1) {
       __syncthreads();
     } else {
-      switch (group()) {  // the same for a whole warp; barrier 0 is __syncthreads'
+      switch (group()) {  // uniform in a warp; barrier 0 is that of __syncthreads
         case 0: asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); break;
         case 1: asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); break;
         case 2: asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory"); break;
@@ -70,15 +70,15 @@ struct RowThreads {
 };
 
 // Two sums at once over the threads of a row, with one barrier. `scratch` holds RowThreads::kWarps elements for each
-// row of the block. Calls that follow each other must alternate between two scratch areas: then a warp that runs
-// ahead into the next sum writes where nobody still reads.
+// row of the block. Consecutive calls must alternate between two scratch areas, so that a warp that is already in the
+// next sum does not overwrite values that others still read.
 template <typename T>
 struct alignas(2 * sizeof(T)) Pair {
   T first, second;
 };
 
-// Both sums over `kCount` neighbouring lanes in one butterfly: the halves first swap, so that each carries one of the
-// sums on. The lower half returns the first sum, the upper half the second.
+// Both sums over `kCount` neighbouring lanes in one butterfly: the halves first exchange values, and each half then
+// reduces one of the sums. The lower half returns the first sum, the upper half the second.
 template <typename Row, int kCount, typename T>
 __device__ __forceinline__ T lanes_half_sum(Pair<T> value) {
   const bool upper = threadIdx.x % kCount >= kCount / 2;
@@ -86,8 +86,8 @@ __device__ __forceinline__ T lanes_half_sum(Pair<T> value) {
   return Row::template lanes_sum<kCount / 2>((upper ? value.second : value.first) + received);
 }
 
-// The sum of what the warps of a row left in shared memory, by every thread, in four strands: reads of one address by a
-// whole warp, and no further exchange.
+// Every thread adds up the sums that the warps of a row stored in shared memory, in four independent chains: broadcast
+// reads, and no further exchange.
 template <int kWarps, typename T>
 __device__ __forceinline__ Pair<T> sum_of_warps(const Pair<T>* shared) {
   constexpr int kStrands = kWarps < 4 ? kWarps : 4;
@@ -142,8 +142,9 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-// Waits for all threads of all blocks of the cluster, and makes what they pushed visible. In two halves, so that other
-// work can lie between. A cluster must have met once before its first push: until then a block may not have started.
+// Waits for all threads of the cluster and makes the values that they pushed visible. Split into arrive and wait, so
+// that independent work can go between. A cluster must synchronize once before the first push: until then a block may
+// not have started.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -159,7 +160,7 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// Writes a value to where `slot`, of this block's shared memory, lies in the shared memory of block `peer`.
+// Writes a value to the shared memory of block `peer`, at the address that `slot` has in this block.
 template <typename T>
 __device__ __forceinline__ void push_to_peer(T* slot, int peer, const T& value) {
 #if __CUDA_ARCH__ >= 900
@@ -174,7 +175,7 @@ __device__ __forceinline__ void push_to_peer(T* slot, int peer, const T& value) 
 #endif
 }
 
-// Where a shared address of this block lies in block `peer`.
+// The address in block `peer` that corresponds to a shared address of this block.
 __device__ __forceinline__ unsigned address_in_peer(unsigned address, int peer) {
   unsigned remote = address;
 #if __CUDA_ARCH__ >= 900
@@ -182,7 +183,8 @@ __device__ __forceinline__ unsigned address_in_peer(unsigned address, int peer) 
 #endif
   return remote;
 }
-// The same for 4, 8 or 16 bytes that the barrier `barrier` there counts as they arrive; both are addresses in the peer.
+// Stores 4, 8 or 16 bytes asynchronously; `barrier` in the peer counts the bytes as they arrive. Both addresses are the
+// peer's.
 template <typename T>
 __device__ __forceinline__ void send_to(unsigned slot, unsigned barrier, const T& value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "one message");

@@ -1,31 +1,31 @@
-// What moves under the fused backward kernels: the rows of x and of the gradients through a ring of slots in shared
-// memory, and the sums of a row between the warps and blocks that share it.
+// Data movement of the fused backward kernels: the pipeline that brings rows of x and of the gradients into shared
+// memory, and the all-reduce of a row's sums between the warps and blocks that share it.
 #pragma once
 
 #include <climits>
 #include <cstddef>
 
-#include "add_rows.cuh"
 #include "backward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
 #include "pace.cuh"
 #include "reduce.cuh"
+#include "stages.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-// Whether threads have registers for shared addresses, which are recomputed for each row otherwise: about 20
-// instructions a row, of 600 with 16 elements a thread.
+// Whether threads have registers to keep shared addresses. Otherwise they are recomputed for each row, about 20
+// instructions of 600 with 16 elements a thread.
 template <typename Plan>
 constexpr bool kHasRoom = Plan::kOneBehind && Plan::kVecs * Plan::kVec <= 16;
 
-// The straight-line code of a fused kernel that a call takes: one uniform branch a launch.
+// The straight-line code of a fused kernel for one kind of call; chosen by one uniform branch a block.
 enum class Path { kPlain, kLoad, kFromY, kGate, kEpilogue };
 
-// A path as the code for it reads it. grad: the type of grad_output, grad_input, gate and what the gate multiplies:
-// scalar_t, or a 16-bit type beside fp32 z.
+// Compile-time properties of a path. grad: the type of grad_output, grad_input, gate and forward's x: scalar_t, or a
+// 16-bit type beside fp32 z.
 template <typename grad, Path path>
 struct Work {
   using grad_t = grad;
@@ -34,26 +34,25 @@ struct Work {
   static constexpr bool kHasGate = path == Path::kGate;
   static constexpr bool kHasEpilogue = path == Path::kEpilogue;
   static constexpr bool kAlwaysAdds = path == Path::kLoad || path == Path::kGate;
-  static constexpr bool kMayAdd = kAlwaysAdds || kHasEpilogue;  // a load stage; with an epilogue known at run time
+  static constexpr bool kMayAdd = kAlwaysAdds || kHasEpilogue;  // a load stage; with an epilogue a run-time value
   static constexpr bool kNeedsBias = kFromY || kHasEpilogue;
   static constexpr int kTensors = kHasGate  ? 4
                                   : kMayAdd ? 3
                                             : 2;  // at most: x, grad_output, grad_residual_out, gate's x
 };
 
-// What a fused kernel is passed beside the norm itself.
+// Arguments of a fused kernel beside KernelBackwardParams.
 struct FusedArguments {
   GradStages stages;
   int depth;       // slots of the ring
   int slot_bytes;  // RowRing::slot_bytes() of the call's path
   float inverse_n;
-  // Of an epilogue: what weight and bias are multiplied by so that the norm comes as slope() wants it, and what sums
-  // along the row, wdy and sums along the columns are then multiplied by.
+  // With an epilogue: norm_scale multiplies weight and bias so that u is scaled for slope(); the other factors correct
+  // the sums along the row, wdy, and the sums along the columns.
   float norm_scale, sum_factor, wdy_factor, column_factor;
 };
 
-// The columns that a block works on: all, or a slice where a cluster shares the row; and which rows: all, or those of a
-// segment.
+// The columns of a block: all, or a slice if a cluster shares the row; and its rows: of all, or of one segment.
 struct Slice {
   int blocks, rank;         // of the cluster
   int64_t first_col;        // a multiple of the vector
@@ -63,7 +62,7 @@ struct Slice {
   int segment;              // of the rows, where they have several
   int64_t first_parameter;  // where weight and bias of these columns begin
 
-  // In whole sets of `set` vectors, so that tensors of a narrower type are made of 16 bytes too.
+  // Slices are multiples of `set` vectors, so that narrower tensors also consist of whole 16-byte vectors.
   template <typename Plan>
   __device__ static Slice of(const KernelBackwardParams& params, int set) {
     Slice slice;
@@ -93,19 +92,19 @@ struct Slice {
   }
 };
 
-// The shared memory of a ring beside its slots; the same for every path.
+// Shared memory of a ring beside its slots; the same for every path.
 constexpr int kMaxDepth = 4;
 template <typename scalar_t, typename Plan>
 struct RingBarriers {
   uint64_t full[kMaxDepth], empty[kMaxDepth];
   uint4 entries[kMaxDepth][Plan::kRows];  // RowRing::Entry
   float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][Plan::kRows];
-  unsigned more_entries[2][kMaxDepth][Plan::kRows];  // of grad_residual_out, and of what the gate multiplies
+  unsigned more_entries[2][kMaxDepth][Plan::kRows];  // of grad_residual_out, and of the gated x
   uint4 zeros;
 
   static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a slot's full barrier to its empty one
 
-  // By one thread; ready to use after the next barrier of the block.
+  // Called by one thread; ready after the next barrier of the block.
   __device__ void init() {
     const unsigned first = shared_address(full);
     zeros = {0, 0, 0, 0};
@@ -123,13 +122,12 @@ constexpr bool kBulk = true;  // the copy engine fills the ring
 constexpr bool kBulk = false;
 #endif
 
-// Rows of x, grad_output and what a path reads beside them, on their way from memory to the threads of a persistent
-// block, some iterations ahead of their use: a ring of slots in shared memory, each with the rows of one iteration.
-// From sm_90 on a producer warp has the copy engine fetch the aligned 16 bytes that cover each row; else each thread
-// copies the vectors that it will read.
+// A software pipeline for the tensors that a path reads: a ring of slots in shared memory, each with the rows of one
+// iteration, filled some iterations ahead of their use. From sm_90 on a producer warp has the copy engine fetch the
+// aligned 16-byte words that cover each row; before, each thread copies the vectors that it will read by cp.async.
 //
-// A row keeps its address modulo 128 bytes: where the two differ the copy engine fetches 5 sectors for 4 (ncu: 673 MB
-// for 539), which cost a fifth of the bandwidth and looked like an effect of the ring's depth.
+// A row keeps its address modulo 128 bytes: otherwise the copy engine fetches 5 sectors for 4 (ncu: 673 MB for 539),
+// which cost a fifth of the bandwidth.
 template <typename scalar_t, typename Plan, typename Work>
 struct RowRing {
   using grad_t = typename Work::grad_t;
@@ -137,7 +135,7 @@ struct RowRing {
   static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
   static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
   static constexpr bool kAligned = kVecBytes % 8 == 0;  // rows are made of whole 16 bytes
-  // Bytes of a row, its address modulo 128 and an overhang included
+  // Bytes of a row in a slot, with room for its alignment modulo 128
   static constexpr int pitch_of(int tensor) {
     return kThreads * kVecs * kVec * static_cast<int>(tensor % 2 == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 128;
   }
@@ -145,10 +143,10 @@ struct RowRing {
     return kRows * ((tensor + 1) / 2 * pitch_of(0) + tensor / 2 * pitch_of(1));
   }
   static constexpr int slot_bytes_of(int tensors) { return start_of(tensors - 1) + kRows * pitch_of(tensors - 1); }
-  // Lanes of the producer warp that share the work of a row, one a tensor, and rows that it requests at once
+  // Lanes of the producer warp for a row, one a tensor, and rows that the warp requests at once
   static constexpr int kRowLanes = Work::kMayAdd ? 4 : 2;
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
-  // Of a row in the ring: the shared addresses of its tensors, and its statistics.
+  // A row in the ring: the shared addresses of its tensors, and its statistics.
   struct Entry {
     unsigned x, grad;
     float rstd, mean;
@@ -187,7 +185,7 @@ struct RowRing {
     }
   }
 
-  // Tensor `tensor` (0 to 3) of the call as the producer reads it; data is nullptr where it is not there.
+  // Tensor `tensor` (0 to 3) of the call as the producer reads it; data is nullptr if it is absent.
   struct Source {
     const char* data;
     RowStrides strides;
@@ -214,9 +212,9 @@ struct RowRing {
     return source;
   }
 
-  // The task of a producer warp: slot after slot, as the consumers release it, for the block's rows from `first_row`
-  // on, of `iterations` iterations. Each lane has its copies: one lane alone would take longer to compute the addresses
-  // of short rows than these to arrive.
+  // The loop of the producer warp: fills slot after slot, as consumers release them, with the block's rows from
+  // `first_row` on, for `iterations` iterations. Each lane issues copies of its own: for short rows, one lane would
+  // compute addresses more slowly than data arrive.
   __device__ void produce(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
                           int first_row, int iterations) {
     if constexpr (kBulk) {
@@ -234,14 +232,14 @@ struct RowRing {
         return kAligned ? 0u : static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) % 16);
       };
       [[maybe_unused]] const char* end = row_at(static_cast<int>(params.rows) - 1) + row_bytes;  // of the tensor
-      // Whether the rows of an iteration are one run of memory, and so one copy
+      // Whether the rows of an iteration are contiguous, and so one copy
       const bool dense =
           !Plan::kClusters && source.strides.is_even(params.rows) && source.strides.row_stride == params.hidden_size;
       const int row_count = slice.end_row;
       // Statistics are loaded one iteration ahead: rstd and mean_tail in the lanes for x, mean in those for
-      // grad_output. Waited for, on purpose: the block that is furthest ahead waits for memory here while the others
-      // find the same line in the cache, which keeps the blocks together (H200: with statistics that arrive unwaited
-      // for, some SMs were done 30 to 70 us before the last, of 200).
+      // grad_output. The loads are synchronous on purpose: the block that is furthest ahead waits for memory here,
+      // while the others hit the same line in the cache, which keeps the blocks together (H200: with asynchronous
+      // loads, some SMs finished 30 to 70 us before the last, of 200).
       constexpr int kShares = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
       float statistics[kShares], mean_tail[kShares];
       const float* statistic = static_cast<const float*>(for_x ? params.rstd : params.mean);
@@ -264,7 +262,7 @@ struct RowRing {
         const int count = min(kRows, row_count - row);
         const int copies = row_bytes == 0 || !requests ? 0 : dense ? 1 : count;
         const unsigned bytes = dense ? count * row_bytes : row_bytes;
-        // f(the row or rows in memory, its index among the iteration's)
+        // f(address of the row or rows, index of the row in the iteration)
         const auto for_each_copy = [&](auto&& f) {
 #pragma unroll 1
           for (int group = lane / kRowLanes; group < copies; group += kRowsAtOnce) f(row_at(row + group), group);
@@ -285,7 +283,7 @@ struct RowRing {
           total = __reduce_add_sync(0xffffffffu, total);
         }
         if constexpr (kPaced) {
-          if (lane == 0) pace.next_turn();
+          if (lane == 0) pace.next_iteration();
           __syncwarp();
         }
         wait_barrier(full() + kEmpty + 8 * slot, parity ^ 1);
@@ -340,9 +338,8 @@ struct RowRing {
     }
   }
 
-  // Without a producer warp the consumer warps take turns as producer, each for one iteration's rows at the start of
-  // its iteration: these go to the slot that was finished in the iteration before, and that the other warps have
-  // released by now, or will soon.
+  // Without a producer warp the consumer warps take turns as producer: at the start of an iteration one warp refills
+  // the slot that was finished in the iteration before, which the other warps have released, or are about to.
   static constexpr int kLag = 2;
   __device__ void produce_ahead(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
                                 int first_row) {
@@ -356,12 +353,12 @@ struct RowRing {
     ring.produce(params, stages, slice, first_row + (depth - kLag) * slice.row_step, 1);
   }
 
-  // Each thread copies its own vectors of row `row` into slot `into`; a group of copies even where there is no such
-  // row, as wait_full() counts groups. Nothing to do where the copy engine works.
-  __device__ void bring(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int64_t row,
-                        int group, int rank, int into) {
+  // Before sm_90: each thread copies its vectors of row `row` into slot `into`. It commits a group even if the row does
+  // not exist, because wait_full() counts groups.
+  __device__ void prefetch(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int64_t row,
+                           int group, int rank, int into) {
     if constexpr (kBulk) return;
-    const auto bring_row = [&](const auto* data, const RowStrides& strides, int tensor) {
+    const auto prefetch_row = [&](const auto* data, const RowStrides& strides, int tensor) {
       using T = std::decay_t<decltype(*data)>;
       const T* source = data + strides.offset(row) + first_col;
       const unsigned target = start(into, tensor) + group * pitch_of(tensor);
@@ -377,23 +374,23 @@ struct RowRing {
       }
     };
     if (row < end_row) {
-      bring_row(static_cast<const scalar_t*>(params.x), params.x_strides, 0);
-      bring_row(static_cast<const grad_t*>(params.grad_output), params.grad_output_strides, 1);
+      prefetch_row(static_cast<const scalar_t*>(params.x), params.x_strides, 0);
+      prefetch_row(static_cast<const grad_t*>(params.grad_output), params.grad_output_strides, 1);
       if constexpr (Work::kMayAdd) {
         if (stages.grad_residual_out)
-          bring_row(static_cast<const scalar_t*>(stages.grad_residual_out), stages.grad_residual_out_strides, 2);
+          prefetch_row(static_cast<const scalar_t*>(stages.grad_residual_out), stages.grad_residual_out_strides, 2);
       }
-      if constexpr (Work::kHasGate) bring_row(static_cast<const grad_t*>(stages.x), stages.x_strides, 3);
+      if constexpr (Work::kHasGate) prefetch_row(static_cast<const grad_t*>(stages.x), stages.x_strides, 3);
     }
     commit_copies();
   }
-  __device__ void bring_first(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
-                              int group, int rank) {
+  __device__ void prefetch_first(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
+                                 int group, int rank) {
     for (int ahead = 0; ahead < depth && !kBulk; ++ahead)
-      bring(params, stages, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
+      prefetch(params, stages, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
   }
 
-  // Returns when the current slot has arrived.
+  // Waits until the current slot is full.
   __device__ void wait_full() {
     if constexpr (kBulk) return wait_barrier(full() + 8 * slot, parity);
     switch (depth - Plan::kOneBehind) {
@@ -404,12 +401,12 @@ struct RowRing {
     }
   }
 
-  // Where grad_residual_out's row lies, and that of what the gate multiplies (which: 1).
+  // The shared address of the row of grad_residual_out (which: 0) or of the gated x (1).
   __device__ unsigned more_entry(int of_slot, int group, int which) const {
     if constexpr (!kBulk) return start(of_slot, 2 + which) + group * pitch_of(2 + which);
     return load_shared_element<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kRows + group));
   }
-  // The `group`-th row of slot `of_slot`, row `row` of all.
+  // The `group`-th row of slot `of_slot`, which is row `row` of the tensor.
   __device__ Entry entry(const KernelBackwardParams& params, int of_slot, int row, int group) const {
     unsigned residual = 0, gated = 0;
     if constexpr (Work::kAlwaysAdds) residual = more_entry(of_slot, group, 0);
@@ -432,7 +429,7 @@ struct RowRing {
     if constexpr (kAligned) return RowStats<scalar_t>(saved);  // rows of several elements
     return RowStats<scalar_t>(saved, params);
   }
-  // Vector `index` of a row that lies at `at`; of a last one the first `count` elements, and zeros.
+  // Vector `index` of the row at `at`: its first `count` elements, and zeros.
   template <typename T = scalar_t>
   __device__ RawVec<T, kVec> vec(unsigned at, int index, int count) const {
     RawVec<T, kVec> raw;
@@ -448,21 +445,20 @@ struct RowRing {
     }
     return raw;
   }
-  // Releases slot `read`: this warp, whose active lanes are `lanes`, has read all it needs of it. `next` is the row
-  // that comes there.
+  // Releases slot `read` for this warp, whose active lanes are `lanes`. `next` is the row that will refill the slot.
   __device__ void release(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int read,
                           int64_t next, int group, int rank, unsigned lanes) {
     if constexpr (kBulk) {
       arrive_of_warp(full() + kEmpty + 8 * read, lanes);
     } else {
-      bring(params, stages, first_col, next, group, rank, read);
+      prefetch(params, stages, first_col, next, group, rank, read);
     }
   }
 };
 
-// The sums of a row, exchanged between the warps of its block or cluster while these go on: each warp leaves its sums
-// for all with share(), and collect() waits for them, as late as the work allows. Four rows may be under way: a warp
-// can share row j only when all have shared row j - 2, and so have collected row j - 4.
+// An asynchronous all-reduce of a row's sums between the warps of its block or cluster: each warp publishes its sums
+// with share(), and collect() waits for those of all, as late as possible. Four exchanges may be in flight: a warp can
+// share row j only after all have shared row j - 2, and so have collected row j - 4.
 template <typename Plan, typename T>
 struct SumExchange {
   using Row = RowThreads<Plan::kThreads, Plan::kRows>;
@@ -478,12 +474,12 @@ struct SumExchange {
   struct Nothing {};
   using Shared = std::conditional_t<Plan::kOneBehind, Needed, Nothing>;
 
-  // Shared addresses: of the row's first slot; where this lane writes, of a cluster's block `lane % 16` by its first
-  // half of the lanes a first sum, by its second a second; and of the slot there.
+  // Shared addresses: `slots` of the row's first slot; `target` where this lane writes (in a cluster to block `lane %
+  // 16`, the lower half-warp the first sum, the upper half the second); `peer` of the slot in that block.
   unsigned slots, target, peer;
   int blocks;
 
-  // To be constructed by all threads of the block together; ready to use after the next barrier of block or cluster.
+  // Constructed by all threads of the block; ready after the next barrier of the block or cluster.
   __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks) {
     if constexpr (Plan::kOneBehind) {
       const int lane = threadIdx.x % 32;
@@ -506,7 +502,7 @@ struct SumExchange {
     }
   }
 
-  // Of the block's `iteration`-th row.
+  // For the block's `iteration`-th row.
   __device__ void share(unsigned iteration, Pair<T> value) {
     const unsigned slot = iteration % kSlots * static_cast<unsigned>(sizeof(Slot));
     const T half = lanes_half_sum<Row, 32>(value);
@@ -525,7 +521,7 @@ struct SumExchange {
     wait_barrier(slot + ready_at(), iteration / kSlots % 2);
     const Pair<T>* sums = static_cast<const Pair<T>*>(__cvta_shared_to_generic(slot));
     if constexpr (!Plan::kClusters) return sum_of_warps<kWarps>(sums);
-    // The same sum in fewer steps where the others have nothing
+    // The same sum in fewer steps if the other slots are empty
     if (kMostSums > 8 && blocks * kWarps <= 8) return sum_of_cluster<8>(sums);
     if (kMostSums > 16 && blocks * kWarps <= 16) return sum_of_cluster<16>(sums);
     return sum_of_cluster<kMostSums>(sums);

@@ -1,9 +1,9 @@
-// Between memory and registers: 16-byte accesses where the layout allows, element by element where it does not.
-// The only reinterpret_casts of the kernels.
+// Loads and stores: by 16 bytes where the layout allows, else element by element. The only reinterpret_casts of the
+// kernels.
 //
-// A row is cut into vectors of kVec elements, dealt to the threads of the row in turn: thread t of T holds vectors
-// t, t + T, t + 2T, ... Which element sits where depends on kVec, T and the length of the row, never on where the row
-// begins, so a result has the same bits wherever its row lies.
+// A row is cut into vectors of kVec elements, interleaved over the threads of the row: thread t of T holds vectors t, t
+// + T, t + 2T, ... The assignment depends on kVec, T and the length of the row, never on the row's address, so the
+// address does not change the bits of a result.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -166,10 +166,10 @@ __device__ __forceinline__ void unpack(const RawVec<T, kVec>& raw, acc_t (&value
   }
 }
 
-// Makes the compiler forget what it knows of these vectors, so that it widens them anew for the next pass instead of
-// keeping the widened values of a whole row in registers, twice as many as the raw ones.
+// Hides these vectors from the optimizer, so that it widens them again in the next pass instead of keeping the widened
+// values of a whole row, which take twice the registers.
 template <typename T, int kVecs, int kVec>
-__device__ __forceinline__ void forget(RawVec<T, kVec> (&raw)[kVecs]) {
+__device__ __forceinline__ void optimization_barrier(RawVec<T, kVec> (&raw)[kVecs]) {
   if constexpr (kVec > 1 && sizeof(T) == 2) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -239,7 +239,7 @@ __device__ __forceinline__ void store_vec_if(bool wanted, T* target, const acc_t
   }
 }
 
-// Whether a vector of elements of `bytes` bytes that is `offset` elements into a tensor begins where a vector may.
+// Whether the vector that begins `offset` elements of `bytes` bytes into a tensor is aligned for vector access.
 template <int kVec>
 __device__ __forceinline__ bool is_aligned(const void* tensor, int bytes, int64_t offset) {
   const unsigned at =
@@ -247,8 +247,8 @@ __device__ __forceinline__ bool is_aligned(const void* tensor, int bytes, int64_
   return at % min(kVec * bytes, 16) == 0;
 }
 
-// A vector's first `count` elements, and zeros, from a tensor whose dtype is known at run time only. Not by the
-// read-only cache: the kernel may write the same elements later.
+// Loads the first `count` elements of a vector from a tensor whose dtype is a run-time value; the others are 0. Not by
+// the read-only cache: the kernel may write the same elements later.
 template <int kVec, typename acc_t>
 __device__ __forceinline__ void load_vec_as(acc_t (&values)[kVec], const void* source, DType dtype, int64_t offset,
                                             int count) {
@@ -275,8 +275,8 @@ __device__ __forceinline__ void load_vec_as(acc_t (&values)[kVec], const void* s
   }
 }
 
-// A vector's first `count` elements to a tensor whose dtype is known at run time only; `offset` in elements. Aligned:
-// as for store_vec; else element by element.
+// Stores the first `count` elements of a vector to a tensor whose dtype is a run-time value; `offset` in elements.
+// aligned: as store_vec requires; else element by element.
 template <int kVec, typename acc_t>
 __device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t offset, const acc_t (&values)[kVec],
                                              int count, bool aligned) {
@@ -295,43 +295,42 @@ __device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t 
   }
 }
 
-// Where in a row the vectors lie that a thread keeps in its kVecs places: place v has the v-th vector of its share.
+// The columns of the vectors that a thread keeps in its kVecs register slots: slot v has the v-th vector of its share.
 //
-// Ragged rows (of vectors that may be there in part) take theirs by groups: whole groups in the first places, and the
-// one that the row ends in in the last places, wherever it lies in the row. So the code that looks at single elements
-// is there once, not beside each vector: with it the code of a row did not fit the instruction cache (H200, bf16,
-// N = 4097, forward: a quarter of the time waiting for instructions).
+// Ragged rows, whose last vector may be partial, fill their slots by groups: whole groups go to the first slots, and
+// the group in which the row ends goes to the last slots, wherever it lies in the row. So the code for single elements
+// exists once, not for each vector: otherwise the code of a row did not fit into the instruction cache (H200, bf16, N =
+// 4097, forward: a quarter of the time in instruction fetch stalls).
 //
-// together: five places are one group, too, which suits rows that fill them where something comes after the norm (H200,
-// bf16, N = 5120, gelu: 171 us became 158); the plain norm gained nothing, and 4608 columns lost (135 us, 141).
+// together: five slots are also one group, which suits rows that fill them and have an epilogue (H200, bf16, N = 5120,
+// gelu: 171 us became 158); the plain norm gained nothing, and 4608 columns lost (135 us, 141).
 template <typename Plan, bool ragged, int kThreads = Plan::kThreads, bool together = false>
-struct Places {
+struct RegisterSlots {
   static constexpr int kVecs = Plan::kVecs;
   static constexpr int kGroup = kVecs % 4 == 0 ? 4 : kVecs % 3 == 0 ? 3 : together || kVecs != 5 ? kVecs : 1;
-  static constexpr int kStep = kThreads * Plan::kVec;  // elements from one place to the next
+  static constexpr int kStep = kThreads * Plan::kVec;  // elements from one slot to the next
   static constexpr int kMain = ragged ? kVecs - kGroup : kVecs;
   static_assert(kVecs % kGroup == 0);
 
-  int elements, left;  // of the row; of it, from this thread's first vector on
+  int elements, left;  // of the row; and from this thread's first vector on
   int last = 0;        // the first vector of the group that a ragged row ends in
 
-  // For `elements` elements, what is beyond kVecs * kStep not looked at, and a thread whose vectors begin `own`
-  // elements into each step.
-  __device__ Places(int elements, int own) : elements(elements), left(elements - own) {
+  // For the first kVecs * kStep of `elements` elements, and a thread whose vectors begin `own` elements into each step.
+  __device__ RegisterSlots(int elements, int own) : elements(elements), left(elements - own) {
     if (ragged) last = min(elements / (kGroup * kStep), kMain / kGroup) * kGroup;
   }
 
   __device__ int index(int v) const { return v < kMain ? v : last + v - kMain; }
-  // Whether all threads have all of the vectors of the group from place `first` on.
+  // Whether all threads have all vectors of the group that begins at slot `first`.
   __device__ bool whole(int first) const { return (first + kGroup) * kStep <= elements; }
-  // How many elements this thread has from place v on.
+  // The number of elements that this thread has from slot v on.
   __device__ int count(int v) const {
     if (ragged && v < kMain) return whole(v / kGroup * kGroup) ? Plan::kVec : 0;
     return left - index(v) * kStep;
   }
 
-  // Calls f(v, whole) for every place that any thread has a vector in: `whole` is true where all threads have all of
-  // theirs. Decided for a group at once, by what is the same for all threads of the row.
+  // Calls f(v, whole) for every slot that is filled in some thread; `whole` is true if all threads have whole vectors.
+  // Decided once a group, by values that are uniform over the row.
   template <typename F>
   __device__ __forceinline__ void for_each(F&& f) const {
 #pragma unroll
@@ -351,7 +350,7 @@ struct Places {
   }
 };
 
-// How many vectors hold `elements` elements, the last of them perhaps in part.
+// The number of vectors that cover `elements` elements; the last may be partial.
 template <int kVec>
 __host__ __device__ constexpr int64_t vecs_of(int64_t elements) {
   return (elements + kVec - 1) / kVec;
@@ -361,7 +360,7 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// By the shared address: of a pointer that went through a struct the compiler no longer knew that it is one to shared
+// Takes a shared address: for a pointer read from a struct, the compiler no longer knew that it points to shared
 // memory.
 __device__ __forceinline__ uint4 load_shared(unsigned address) {
   return *static_cast<const uint4*>(__cvta_shared_to_generic(address));
@@ -381,12 +380,12 @@ __device__ __forceinline__ void store_shared_element(unsigned address, T value) 
   *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
 }
 
-// Copies 16 bytes from global to shared memory while the thread goes on. Copies belong to the group that the thread
-// commits next; wait_for_copies<n> returns when all but the thread's last n groups have landed.
+// Copies 16 bytes from global to shared memory asynchronously. Copies belong to the group that the thread commits next;
+// wait_for_copies<n> waits for all but the thread's last n groups.
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-// The first `bytes` of them, and zeros.
+// Copies the first `bytes` of 16 bytes, and zeros the rest.
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -406,15 +405,15 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// Barriers in shared memory, by its 32-bit address. A barrier counts its uses in phases, each over after so many
-// arrivals (and bytes, where some were announced); the wait names the parity of the phase it waits for.
+// mbarriers, by 32-bit shared address. A phase of a barrier ends after its number of arrivals (and expected bytes, if
+// any were announced); the wait names the parity of its phase.
 __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void arrive_barrier(unsigned barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
-// Of a warp that is done one lane arrives, for all `lanes` of it; in racecheck's build every lane.
+// One lane arrives for all `lanes` of its warp; in the build for racecheck every lane arrives.
 constexpr int kWarpArrivals = kForRacecheck ? 32 : 1;
 __device__ __forceinline__ void arrive_of_warp(unsigned barrier, unsigned lanes = 0xffffffffu) {
   __syncwarp(lanes);
@@ -438,8 +437,8 @@ __device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) 
 #undef FLN_BARRIER_WAIT
 }
 
-// The copy engine, and stores to other blocks of the cluster that count on a barrier there (sm_90 and later).
-__device__ __forceinline__ void fence_barrier_init() {  // makes the init visible to both
+// The copy engine, and asynchronous stores to other blocks of the cluster (sm_90 and later).
+__device__ __forceinline__ void fence_barrier_init() {  // makes init_barrier() visible to both
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -458,9 +457,9 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, u
 #endif
 }
 
-// How many of the aligned bytes that cover `bytes` bytes from `source` on the copy engine may read, `past` bytes before
-// it the first: all, but for the last 16 where these go beyond `end`, the end of the tensor. copy_rest() brings what is
-// missing then.
+// The number of bytes that the copy engine reads to cover `bytes` bytes from `source` on: whole 16-byte words from
+// `past` bytes before `source`, less the last word if it would cross `end`, the end of the tensor. copy_rest() then
+// copies the remaining elements.
 __device__ __forceinline__ unsigned covering_bytes(const char* source, unsigned past, unsigned bytes, const char* end) {
   const unsigned covered = (past + bytes + 15) / 16 * 16;
   return source - past + covered > end ? covered - 16 : covered;
@@ -473,8 +472,8 @@ __device__ __forceinline__ void copy_rest(unsigned shared, const char* source, u
     store_shared_element(shared + at, *reinterpret_cast<const T*>(source - past + at));
 }
 
-// From shared to global memory: what threads wrote before they called fence_bulk_store() and met at a barrier. The
-// thread that asks waits until shared memory has been read.
+// Bulk copy from shared to global memory. Threads that wrote the data first call fence_bulk_store() and synchronize.
+// wait_for_bulk_stores() waits until the shared memory of this thread's copies has been read.
 __device__ __forceinline__ void fence_bulk_store() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,5 +1,5 @@
-// What is fused with a norm forward (AddStage, AfterNorm in kernel_params.h) as template arguments of the kernels,
-// dropout, and arithmetic that rounds the same way everywhere.
+// The stages of forward (LoadStage and Epilogue in kernel_params.h) as template arguments of the kernels; dropout;
+// arithmetic with pinned rounding.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace fused_layernorm {
 
-// Rounding pinned: left to itself the compiler may fuse a product into either of two sums, kernel by kernel.
+// Pinned rounding: otherwise nvcc may contract a product into either of two sums, differently in each kernel.
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
@@ -20,39 +20,39 @@ __device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, 
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
 
-// Forward: a row is x as it lies in memory, or z = residual + dropout(x), which is made, rounded and written where it
-// is loaded. `x` is x's type; that of the kernel is residual's and z's.
-struct NotFused {};
+// Forward's load stage: z = residual + dropout(x) is computed, rounded and stored as x is loaded. `x` is x's type; the
+// type of the kernel is that of residual and z.
+struct NoStage {};
 template <typename x>
-struct Add : AddStage {};
+struct WithLoad : LoadStage {};
 
-// What comes after the norm, forward; x's type is the kernel's. With dropout and without it as kernels of their own,
-// for the registers.
+// Forward's epilogue; x is of the kernel's type. With and without dropout are separate kernels, because dropout takes
+// registers.
 template <typename x, bool drops>
-struct After : AfterNorm {};
+struct WithEpilogue : Epilogue {};
 
 template <typename Stage, typename scalar_t>
 struct TypeOfX {
   using type = scalar_t;
 };
 template <typename x, typename scalar_t>
-struct TypeOfX<Add<x>, scalar_t> {
+struct TypeOfX<WithLoad<x>, scalar_t> {
   using type = x;
 };
 template <typename Stage, typename scalar_t>
 using x_type = typename TypeOfX<Stage, scalar_t>::type;
 template <typename Stage>
-constexpr bool kIsFused = !std::is_same<Stage, NotFused>::value;
+constexpr bool kHasStage = !std::is_same<Stage, NoStage>::value;
 template <typename Stage>
-constexpr bool kAdds = std::is_base_of<AddStage, Stage>::value;
+constexpr bool kHasLoad = std::is_base_of<LoadStage, Stage>::value;
 template <typename Stage>
-constexpr bool kHasAfter = std::is_base_of<AfterNorm, Stage>::value;
+constexpr bool kHasEpilogue = std::is_base_of<Epilogue, Stage>::value;
 template <typename Stage>
 constexpr bool kDropsY = false;
 template <typename x>
-constexpr bool kDropsY<After<x, true>> = true;
+constexpr bool kDropsY<WithEpilogue<x, true>> = true;
 
-// Dropout of the elements of one row, which are of the accumulation type.
+// Dropout of the elements of one row, in the accumulation type.
 template <typename T>
 struct RowDropout {
   int64_t seed;
@@ -60,7 +60,7 @@ struct RowDropout {
   uint32_t row, most_dropped;
   T scale;
 
-  // Without dropout it is not to be applied.
+  // Without dropout neither function may be called.
   __device__ RowDropout(const Dropout& dropout, int64_t row)
       : seed(dropout.philox ? __ldg(dropout.philox) : 0),
         where(dropout_where(dropout.philox ? __ldg(dropout.philox + 1) : 0, row)),

@@ -1,8 +1,7 @@
-// Backward where each row has a weight of its own: modulation by token. Nothing is summed over rows, so that one pass
-// over each row does all, in one kernel with what is fused (GradStages); what of it there is, and the
-// types beside x's, are asked at run time: memory leaves time for it.
+// Backward with per-row weights (modulation by token). Nothing is summed over rows, so one kernel with all stages
+// (GradStages) reads each row once. Stages and the dtypes beside x's are run-time values: the kernel waits for memory.
 //
-//   grad_weight = grad_output * x_hat     grad_bias = grad_output     the gradient of x, or z, as in norm_backward.cu
+// grad_weight = grad_output * x_hat     grad_bias = grad_output     the gradient of x or z as in norm_backward.cu
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -14,8 +13,8 @@
 namespace fused_layernorm {
 namespace {
 
-// A vector of a tensor of x's type, or of a 16-bit one beside fp32 x, as it lies in memory: then in the first half of
-// the words, so that nobody waits for it before it is used.
+// A raw vector of x's type, or of a 16-bit type beside fp32 x, which fills the first half of the words: conversion
+// waits until use, so that loads overlap.
 template <typename scalar_t, int kVec>
 struct LoadedVec {
   RawVec<scalar_t, kVec> raw;
@@ -48,11 +47,11 @@ struct LoadedVec {
   }
 };
 
-// kSame: every tensor but the statistics is of scalar_t.
+// kSame: all tensors except the statistics are of scalar_t.
 template <typename scalar_t, typename Plan, bool kSame>
-__global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan>(kSame, sizeof(scalar_t)))
-    norm_backward_each_kernel(const __grid_constant__ KernelBackwardParams params,
-                              const __grid_constant__ GradStages stage, acc_type<scalar_t> inverse_n) {
+__global__ void __launch_bounds__(kForwardThreads<Plan>, per_row_blocks_per_sm<Plan>(kSame, sizeof(scalar_t)))
+    norm_backward_per_row_kernel(const __grid_constant__ KernelBackwardParams params,
+                                 const __grid_constant__ GradStages stage, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan
   const int64_t x_row = params.x_strides.offset(row), grad_row = params.grad_output_strides.offset(row);
   const int64_t weight_row = row * params.weight_stride, result_row = row * params.hidden_size;
   const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
-  // 16-bit weights, or any of fp32 x: on their way with the first loads
+  // fp32 weights beside 16-bit x are loaded at use, all others with x
   const bool is_wide = !kSame && sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32;
   const acc_t weight_offset = static_cast<acc_t>(params.weight_offset);
 
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan
       if (!is_wide) weight_raw[v] = Vec(params.weight, params.weight_dtype, weight_row + col, count);
     }
   };
-  // Makes wdy of a vector, from values that it leaves in the others
+  // Computes wdy of a vector; leaves x, grad and weight unpacked
   const auto multiply = [&](int tile, int v, acc_t(&x)[kVec], acc_t(&grad)[kVec], acc_t(&weight)[kVec]) {
     const int col = column(tile, v), count = elements - col;
     unpack(x_raw[v].raw, x);
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan
   const Pair<acc_t> terms = slope_and_level(row_sum<Row>(sums, scratch), stats, params, inverse_n);
 
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // backwards: the last tile is still in registers
+  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // last tile first: it is still in registers
     if (tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -173,36 +172,36 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, each_blocks_per_sm<Plan
 
 }  // namespace
 
-cudaError_t launch_backward_each(const KernelBackwardParams& params, const GradStages& stage, cudaStream_t stream) {
+cudaError_t launch_backward_per_row(const KernelBackwardParams& params, const GradStages& stage, cudaStream_t stream) {
   bool is_same = true;
-  const auto look_at = [&](const void* tensor, DType dtype) { is_same &= !tensor || dtype == params.x_dtype; };
-  look_at(params.weight, params.weight_dtype);
-  look_at(params.grad_weight, params.grad_weight_dtype);
-  look_at(params.grad_bias, params.grad_bias_dtype);
-  look_at(params.grad_gate, params.grad_gate_dtype);
-  look_at(params.grad_output, stage.grad_output_dtype);
-  look_at(params.grad_input, stage.grad_input_dtype);
-  look_at(stage.gate, stage.grad_input_dtype);
-  look_at(stage.grad_residual, stage.grad_residual_dtype);
+  const auto compare = [&](const void* tensor, DType dtype) { is_same &= !tensor || dtype == params.x_dtype; };
+  compare(params.weight, params.weight_dtype);
+  compare(params.grad_weight, params.grad_weight_dtype);
+  compare(params.grad_bias, params.grad_bias_dtype);
+  compare(params.grad_gate, params.grad_gate_dtype);
+  compare(params.grad_output, stage.grad_output_dtype);
+  compare(params.grad_input, stage.grad_input_dtype);
+  compare(stage.gate, stage.grad_input_dtype);
+  compare(stage.grad_residual, stage.grad_residual_dtype);
   const auto launch = [&](auto zero) {
     using scalar_t = decltype(zero);
     const auto launch_plan = [&](auto plan) {
       using Plan = decltype(plan);
       constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
       const ClusterLaunch rows((params.rows + kRows - 1) / kRows, kForwardThreads<Plan>, 0, 1, stream);
-      auto kernel = norm_backward_each_kernel<scalar_t, Plan, false>;
+      auto kernel = norm_backward_per_row_kernel<scalar_t, Plan, false>;
       if constexpr (sizeof(scalar_t) == 2 && Plan::kVec > 1) {
-        if (is_same) kernel = norm_backward_each_kernel<scalar_t, Plan, true>;
+        if (is_same) kernel = norm_backward_per_row_kernel<scalar_t, Plan, true>;
       }
       return cudaLaunchKernelEx(&rows.config, kernel, params, stage,
                                 inverse_of<acc_type<scalar_t>>(params.hidden_size));
     };
-    // Rows of x, and of what is narrower beside it, of whole 16 bytes
+    // Rows of x and of all narrower tensors must be whole 16-byte vectors
     const int least = std::min({dtype_bytes(params.x_dtype), dtype_bytes(stage.grad_output_dtype),
                                 dtype_bytes(params.weight_dtype), dtype_bytes(stage.grad_input_dtype)});
     if (params.hidden_size % (16 / least) != 0)
-      return dispatch_plan<RaggedEachLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
-    return dispatch_plan<EachLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
+      return dispatch_plan<RaggedPerRowLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
+    return dispatch_plan<PerRowLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
   };
   switch (params.x_dtype) {
     case DType::kFloat16: return launch(__half{});
