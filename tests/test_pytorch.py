@@ -5,14 +5,11 @@ That values are right is test_correctness.py's; here a result is compared with w
 
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import run_package
 from norm_cases import (
     OPS,
     Case,
@@ -44,7 +41,6 @@ from fused_layernorm import (
     replace_norms,
 )
 
-ROOT = Path(__file__).parents[1]
 NEEDS_KERNELS = pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="there are no operators")
 
 
@@ -432,36 +428,13 @@ def test_export(device, strict):
         torch.testing.assert_close(each.module()(x), model(x))
 
 
-LOAD_AND_RUN = """
-import sys, torch, fused_layernorm
-package, x, y = sys.argv[1:]
-torch.save(torch._inductor.aoti_load_package(package)(torch.load(x)), y)
-"""
-
-
-def run_elsewhere(program, x, folder):
-    """The exit status of a new process that loads and runs the package compiled from program, and its result."""
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
-    torch.save(x, folder / "x.pt")
-    status = subprocess.run(
-        [sys.executable, "-c", LOAD_AND_RUN, package, folder / "x.pt", folder / "y.pt"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    ).returncode
-    return status, None if status else torch.load(folder / "y.pt")
-
-
 @pytest.mark.slow
 @on_devices()
 def test_aot_inductor(device, tmp_path):
     """compiled ahead of time, packaged; loaded in another process, run with another size"""
     model, program = exported(device, strict=False)
     x = torch.randn(7, 8, device=device)
-    status, y = run_elsewhere(program, x, tmp_path)
-    if status < 0:  # by a signal
-        plain = torch.export.export(torch.nn.Linear(8, 8, device=device), (x,))
-        if run_elsewhere(plain, x, tmp_path)[0] == status:
-            pytest.skip(f"AOTInductor does not work here: a package of torch's own operations dies of signal {-status}")
-    assert status == 0
+    y = run_package(program, x, tmp_path)
     torch.testing.assert_close(y, model(x))
 
 
