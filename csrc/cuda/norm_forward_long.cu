@@ -4,7 +4,7 @@
 // registers. Slices of rows stream through a ring in shared memory: a slice is summed when it arrives, and read again
 // and written as y some rows later, when the sums of the other blocks are there. So x is read from memory once, and no
 // thread waits for an exchange. Clusters claim the next row when they have a free slot: memory is accessed almost
-// in order, and all clusters end together (benchmarks/README.md, "Persistent blocks drift apart").
+// in order, and all clusters end together (benchmarks/tuning.md, "Persistent blocks drift apart").
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"

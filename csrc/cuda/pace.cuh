@@ -1,7 +1,7 @@
 // Keeps persistent blocks at about the same iteration, so that memory is accessed almost in order and all blocks end
 // together.
 //
-// SMs do not get equal shares of the memory bandwidth (benchmarks/README.md has figures). At intervals a block compares
+// SMs do not get equal shares of the memory bandwidth (benchmarks/tuning.md has figures). At intervals a block compares
 // its iterations with the mean of all blocks, and waits while it is too far ahead. The rows of a block do not change,
 // so neither do results.
 #pragma once
