@@ -1,9 +1,10 @@
 """Whole models with the norms of each provider, in eager mode and compiled:
 `python benchmarks/models.py [FOLDER] [--models ...] [--modes ...] [--providers ...] [--seconds N] [--quick]`.
 
-A training step is forward, backward and AdamW on one fixed batch in bf16. The models are blocks alone: attention and an MLP,
-no embedding. `torch`: nn.LayerNorm, nn.RMSNorm. `replaced`: the same model after replace_norms(). `fused`: written with
-fused_add_* and fused_adaptive_layer_norm. `liger`, `quack`: their norms, with the residual where they take one.
+A training step is forward, backward and AdamW on one fixed batch in bf16. The models are stacks of blocks (attention and
+an MLP) without embedding. Providers of the norms: `torch` (nn.LayerNorm, nn.RMSNorm), `replaced` (the same model after
+replace_norms()), `fused` (written with fused_add_* and fused_adaptive_layer_norm), `liger` and `quack` (their norms, with
+the residual where they take one).
 
 Writes models_DATE.json into FOLDER (default: benchmarks/output). `results`: one entry a model, mode and provider:
 
@@ -94,9 +95,7 @@ class Norm(nn.Module):
         if provider in ("liger", "quack"):
             if is_adaptive:
                 raise Unavailable("no norm without weight")
-            self.peer, self.peer_add = (
-                peer_norm(provider, op, width, with_residual) for with_residual in (False, True)
-            )
+            self.peer, self.peer_add = (peer_norm(provider, op, width, adds) for adds in (False, True))
 
     def forward(self, x, residual=None, scale=None, shift=None, gate=None):
         weight, bias = self.norm.weight, getattr(self.norm, "bias", None)
@@ -241,8 +240,9 @@ def measure(name, spec, mode, args, device, out_of_time):
     torch.compiler.reset()
     runs, entries = {}, {}
     for provider in args.providers:
-        entry = {"model": name, "norm": spec.op, "mode": mode, "provider": provider, "batch": spec.batch,
-                 "tokens": spec.tokens} | dict.fromkeys(("ms", "spread", "peak_mib", "loss", "norm_us", "note"))  # fmt: skip
+        entry = {"model": name, "norm": spec.op, "mode": mode, "provider": provider}
+        entry |= {"batch": spec.batch, "tokens": spec.tokens}
+        entry |= dict.fromkeys(("ms", "spread", "peak_mib", "loss", "norm_us", "note"))
         entries[provider] = entry
         if out_of_time():
             entry["note"] = "no time left"
@@ -283,9 +283,8 @@ def table(results):
             return f"{base / ms:.3f}" if base and ms else "-"
 
         norms = " / ".join(str(row[name]["norm_us"]) for name in NAMES if name in row)
-        print(
-            f"| {key[0]}, {key[2]} tokens | {key[1]} | {base} | " + " | ".join(map(speed, NAMES[1:])) + f" | {norms} |"
-        )
+        speeds = " | ".join(map(speed, NAMES[1:]))
+        print(f"| {key[0]}, {key[2]} tokens | {key[1]} | {base} | {speeds} | {norms} |")
 
 
 def main():

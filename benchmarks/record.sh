@@ -13,6 +13,7 @@
 #   benchmark  test_benchmark.py (SWEEP: its options), drawn, and the targets that it meets
 #   residual   the norms with a residual at five shapes beside all others that are installed
 #   fusions    benchmarks/fusions.py
+#   models     benchmarks/models.py (MODELS: its options)
 # PARTS names them in their order (default: "tests warm benchmark residual fusions"). A "/" begins another row of parts,
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
 # and it records what it reached until then:
@@ -147,6 +148,11 @@ part_residual() {
 part_fusions() {
   # shellcheck disable=SC2086
   within "$1" python3 benchmarks/fusions.py "$out" $FUSIONS
+}
+
+part_models() {
+  # shellcheck disable=SC2086
+  within "$1" python3 benchmarks/models.py "$out" --seconds "$(seconds_or_inf $(($1 * 4 / 5)))" ${MODELS:-}
 }
 
 build_for_racecheck() {
