@@ -1,10 +1,10 @@
 """Whole models with the norms of each provider, in eager mode and compiled:
 `python benchmarks/models.py [FOLDER] [--models ...] [--modes ...] [--providers ...] [--seconds N] [--quick]`.
 
-A training step is forward, backward and AdamW on one fixed batch in bf16. The models are stacks of blocks (attention and
-an MLP) without embedding. Providers of the norms: `torch` (nn.LayerNorm, nn.RMSNorm), `replaced` (the same model after
-replace_norms()), `fused` (written with fused_add_* and fused_adaptive_layer_norm), `liger` and `quack` (their norms, with
-the residual where they take one).
+A training step is forward, backward and AdamW on one fixed batch in bf16. The models are stacks of blocks (attention
+and an MLP) without embedding. Providers of the norms: `torch` (nn.LayerNorm, nn.RMSNorm), `replaced` (the same model
+after replace_norms()), `fused` (written with fused_add_* and fused_adaptive_layer_norm), `liger` and `quack` (their
+norms, with the residual where they take one).
 
 Writes models_DATE.json into FOLDER (default: benchmarks/output). `results`: one entry a model, mode and provider:
 
