@@ -9,6 +9,8 @@
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 #   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
 # make wheel: into dist/, for the torch of the environment, whose minor version it requires.
+# make sdist: the sources as a package, into dist/.
+# make newcomer: a fresh clone, README's commands, the examples and the wheel, with their seconds (up to an hour).
 # make site: the documentation as HTML, in build/site; a warning, such as a link that leads nowhere, is an error.
 # make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
@@ -38,8 +40,8 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu examples/*/csrc
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: help test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel new-op lint format \
-  clean distclean
+.PHONY: help test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel sdist \
+  newcomer new-op lint format clean distclean
 
 test: $(TESTED)
 	$(PYTEST) --ignore=tests/test_models.py $(ARGS)
@@ -88,6 +90,12 @@ record:
 wheel: $(BUILT)
 	FUSED_LAYERNORM_WHEEL=1 PATH="$(abspath $(BIN)):$$PATH" \
 	  $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+sdist: $(BUILT)
+	$(BIN)/python setup.py -q sdist --dist-dir dist
+
+newcomer:
+	$(PYTHON) .ci/newcomer.py
 
 new-op:
 	@test -n "$(NAME)" || { echo "make new-op NAME=fast_gelu [DEST=folder]"; exit 1; }
