@@ -657,11 +657,9 @@ cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stag
   return launch_staged_forward<scalar_t>(params, WithLoad<scalar_t>{stage}, stream);
 }
 
-template <typename scalar_t>
+template <typename scalar_t, bool drops>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream) {
-  if (epilogue.dropout.philox)
-    return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, true>{epilogue}, stream);
-  return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, false>{epilogue}, stream);
+  return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, drops>{epilogue}, stream);
 }
 
 }  // namespace fused_layernorm

@@ -341,11 +341,16 @@ void complete_statistics(KernelForwardParams& norm, bool needs, Sequence& run) {
   if (!norm.mean_tail) norm.mean_tail = run.take(bytes);
 }
 
+template <typename scalar_t>
+cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
+  return epilogue.dropout.philox ? launch_epilogue<scalar_t, true>(norm, epilogue, stream)
+                                 : launch_epilogue<scalar_t, false>(norm, epilogue, stream);
+}
 cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
   switch (norm.x_dtype) {
-    case DType::kFloat16: return launch_epilogue<__half>(norm, epilogue, stream);
-    case DType::kBFloat16: return launch_epilogue<__nv_bfloat16>(norm, epilogue, stream);
-    default: return launch_epilogue<float>(norm, epilogue, stream);
+    case DType::kFloat16: return launch_epilogue_of<__half>(norm, epilogue, stream);
+    case DType::kBFloat16: return launch_epilogue_of<__nv_bfloat16>(norm, epilogue, stream);
+    default: return launch_epilogue_of<float>(norm, epilogue, stream);
   }
 }
 

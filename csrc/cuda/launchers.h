@@ -26,7 +26,7 @@ template <typename scalar_t>
 cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream);
 template <typename scalar_t>
 cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
-template <typename scalar_t>
+template <typename scalar_t, bool drops>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream);
 
 // Whether forward with a stage has a plan for such rows: x consists of whole 16-byte vectors, z is not a long row, and
