@@ -1,5 +1,5 @@
 """Whole models with the norms of each provider, in eager mode and compiled:
-`python benchmarks/models.py [FOLDER] [--models ...] [--modes ...] [--providers ...] [--seconds N] [--quick]`.
+`python benchmarks/models.py [FOLDER] [--models ...] [--modes ...] [--providers ...] [--seconds N] [--warm N] [--quick]`.
 
 A training step is forward, backward and AdamW on one fixed batch in bf16. The models are stacks of blocks (attention
 and an MLP) without embedding. Providers of the norms: `torch` (nn.LayerNorm, nn.RMSNorm), `replaced` (the same model
@@ -19,8 +19,11 @@ import argparse
 import json
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -253,6 +256,8 @@ def measure(name, spec, mode, args, device, out_of_time):
             runs[provider] = run
         except Exception as error:  # what one provider raises does not end the others
             entry["note"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if not args.repeats:
+        return []
     samples = {provider: [] for provider in runs}
     for _ in range(args.repeats):
         for provider, run in runs.items():
@@ -269,6 +274,22 @@ def measure(name, spec, mode, args, device, out_of_time):
                 run.step()
             entry["loss"] = round(run.loss.item(), 5)
     return list(entries.values())
+
+
+def warm(args):
+    """Fills the compile caches: each model, mode and provider in a process of its own, args.warm at a time."""
+
+    def one(model, mode, provider):
+        options = ["--models", model, "--modes", mode, "--providers", provider, "--repeats", "0"]
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, folder, *options, *["--quick"] * args.quick]
+            subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    with ThreadPoolExecutor(args.warm) as pool:
+        for mode in args.modes:
+            for model in args.models:
+                for provider in args.providers:
+                    pool.submit(one, model, mode, provider)
 
 
 def table(results):
@@ -297,12 +318,16 @@ def main():
     parser.add_argument("--steps", type=int, default=20, help="of a repeat")
     parser.add_argument("--loss-steps", type=int, default=200, help="steps before the loss is read")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new model after that")
+    parser.add_argument("--warm", type=int, metavar="N", help="first fill the compile caches, N processes at a time")
     parser.add_argument("--quick", action="store_true", help="tiny models")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
         raise SystemExit("needs a GPU, or --quick")
     started, results = time.monotonic(), []
+    if args.warm:
+        warm(args)
+        print(f"caches filled, {time.monotonic() - started:.0f} s", flush=True)
     for name in args.models:
         for mode in args.modes:
             spec = MODELS[name].quick() if args.quick else MODELS[name]
