@@ -1,6 +1,6 @@
 """Whole models with the norms of each provider, in eager mode and compiled:
 
-    python benchmarks/models.py [FOLDER] [--models ...] [--modes ...] [--providers ...] [--seconds N] [--warm N] [--quick]
+    python benchmarks/models.py [FOLDER] [--models ...] [--modes ...] [--providers ...] [--warm N] [--quick]
 
 A training step is forward, backward and AdamW on one fixed batch in bf16. The models are stacks of blocks (attention
 and an MLP) without embedding. Providers of the norms: `torch` (nn.LayerNorm, nn.RMSNorm), `replaced` (the same model
