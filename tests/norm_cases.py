@@ -18,6 +18,7 @@ gradients have means that are not 0, gradients have a part along x_hat, and both
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from contextlib import contextmanager
@@ -995,7 +996,8 @@ def expected_fusion(drawn, given, z, keeps):
     term; so may its derivative, and through the norm's backward goes an absolute bound of that. Sums over rows that
     share a modulation are judged as those of a weight. Beyond that, one unit of each dtype that a value is rounded to
     on the way: z's where gradients of z are added by autograd, x's for x_hat with rounding="llama" (and for its
-    gradient, where that is autograd's), y's for memory_efficient.
+    gradient, where that is autograd's) and the dtype of its product with weight for what follows, y's for
+    memory_efficient.
     """
     case, norm = drawn.case, drawn.norm
     kept, device = reference_dtype(case), given["x"].device
@@ -1044,7 +1046,12 @@ def expected_fusion(drawn, given, z, keeps):
 
         info = torch.finfo(case.y_dtype)
         off = dy.abs() * (moved(slopes) + 16 * unit * terms_of_slope)
-        limits["y"] = moved(values) + 16 * unit * terms + info.eps * (y.detach().abs() + info.tiny)
+        size = y.detach().abs()
+        limits["y"] = moved(values) + 16 * unit * terms + info.eps * (size + info.tiny)
+        if drawn.rounding == "llama":  # what follows is computed in the dtype that x_hat * weight was rounded to
+            beside = [given[name].dtype for name in ("weight", "bias") if name in given]
+            between = torch.finfo(functools.reduce(torch.promote_types, beside, drawn.z_dtype))
+            limits["y"] = limits["y"] + between.eps * (size + between.tiny)
     if device.type == "cuda" and (drawn.activation or (drawn.kind == "plain" and keeps is not None)):
         between = torch.finfo(torch.promote_types(drawn.z_dtype, case.y_dtype))  # to which dn is rounded
         off = off + between.eps * (dn.abs() + between.tiny)

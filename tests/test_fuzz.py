@@ -47,6 +47,7 @@ from norm_cases import (
     run,
     run_fusion,
     through,
+    unit_of,
     uses_kernels,
     with_torch,
 )
@@ -310,7 +311,9 @@ def check_drawn_fusion(drawn):
     plain = {name: t.contiguous().clone() for name, t in given.items()}
     # With these, wanting residual's gradient decides which CUDA kernels are taken.
     wants = drawn.wants if drawn.residual not in (None, drawn.z_dtype) else tuple(n for n in ARGUMENTS if n in given)
-    again = run_fusion(drawn, plain, wants)
+    # memory_efficient saves y in the node alone
+    with through(drawn.route if drawn.memory_efficient else "node"):
+        again = run_fusion(drawn, plain, wants)
     for name, value in found.items():
         # torch's sums, and its activations, whose vectors and what is left of them round differently
         if name in ("weight", "bias") and DEVICE == "cuda" and not {"x", "residual"} & set(drawn.wants):
@@ -324,7 +327,8 @@ def check_drawn_fusion(drawn):
             name: t if name in ("weight", "bias") else t.reshape(-1, *case.normalized_shape)[row : row + 1]
             for name, t in plain.items()
         }
-        single = run_fusion(alone, part, wants)
+        with through(drawn.route if drawn.memory_efficient else "node"):
+            single = run_fusion(alone, part, wants)
         for name in {"y", "z", "x", "residual"} & single.keys():
             whole = rows_of(again[name], case)[row]
             assert equal_bits(whole, single[name].reshape(-1)), f"{name} of row {row} depends on the other rows"
@@ -382,7 +386,8 @@ def check_second_order_fusion(drawn):
         return second(results, leaves, [nudged(given[name]) for name in grad_names])
 
     kept = reference_dtype(case)
-    unit = max(torch.finfo(dtype).eps for dtype in (kept, case.y_dtype, *(t.dtype for t in given.values())))
+    coarsest = max((kept, case.y_dtype, *(t.dtype for t in given.values())), key=lambda dtype: torch.finfo(dtype).eps)
+    unit = unit_of(coarsest)
     few = 4 + case.hidden_size.bit_length() / 2 + case.rows.bit_length() / 2
     right, rounded, samples = defined(0.0), defined(0.0, kept), [defined(unit) for _ in range(3)]
     sizes = [t.abs().max() for t in (given["x"].double(), *right) if t.numel()]
@@ -577,9 +582,31 @@ FOUND_FUSIONS = {
         uses=("y", "z"),
         modulations={"scale": ((7, 24), fp32), "gate": ((24,), bf16)},
     ),
-}
+    # y, computed in bfloat16 because of the rounding, was judged by the units of float16.
+    "silu of a norm that is rounded as Llama's, and a finer y": Fusion(
+        Case((540, 130), op="rms_norm", dtype=bf16, bias=None, out_dtype=fp16),
+        wants=("x",), activation="silu", rounding="llama",
+    ),
+    # Compared with the bits of the node, which saves y; NormFunction saves x.
+    "memory_efficient by NormFunction": Fusion(
+        Case((5, 10), op="rms_norm", dtype=bf16, weight=None), seed=4151, mean=-0.7, sigma=300.0,
+        wants=("x", "bias"), route="function", memory_efficient=True,
+    ),
+}  # fmt: skip
 
 FOUND_SECOND_ORDER = {
+    # Judged by one unit of float64, in which the truth is rounded as well.
+    "gelu_tanh in float64": Fusion(
+        Case((16,), op="rms_norm", dtype=fp64, weight=None, values="first_is_outlier", eps=0.0),
+        seed=60,
+        mean=-5.0,
+        memory={"bias": Memory(steps=(3,))},
+        wants=("bias",),
+        kind="add",
+        residual=fp64,
+        residual_dtype=fp64,
+        activation="gelu_tanh",
+    ),  # fmt: skip
     # CUDA: RuntimeError, as residual_out, which is used, does not require grad.
     "a gate, x and residual that need no gradient": Fusion(
         Case((7, 24), dtype=fp64, weight=None, bias=None),
