@@ -8,7 +8,7 @@
 #   VENV=path           the environment
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 #   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
-# make wheel: into dist/, for the torch of the environment, whose minor version it requires.
+# make wheel: into dist/, for every torch from 2.11 on and every Python; with the CUDA kernels where nvcc is.
 # make sdist: the sources as a package, into dist/.
 # make newcomer: a fresh clone, README's commands, the examples and the wheel, with their seconds (up to an hour).
 # make site: the documentation as HTML, in build/site; a warning, such as a link that leads nowhere, is an error.
@@ -32,6 +32,7 @@ PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pyt
   $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal)
 
 BIN := $(VENV)/bin
+TORCHED := $(VENV)/.torch
 BUILT := $(VENV)/.built
 TESTED := $(VENV)/.test
 TOOLS := $(VENV)/.tools
@@ -87,7 +88,7 @@ record:
 	name=$$(echo "$${card#NVIDIA }" | tr 'A-Z ' 'a-z_' | tr -cd 'a-z0-9_-'); \
 	benchmarks/record.sh "$${out:-benchmarks/results/$$name}"
 
-wheel: $(BUILT)
+wheel: $(TORCHED)
 	FUSED_LAYERNORM_WHEEL=1 PATH="$(abspath $(BIN)):$$PATH" \
 	  $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
@@ -105,8 +106,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip setuptools wheel ninja
 
-$(BUILT): $(BIN)/python $(BUILD_INPUTS)
+$(TORCHED): $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
+	touch $@
+
+$(BUILT): $(TORCHED) $(BUILD_INPUTS)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python fused_layernorm/_build/progress.py build \
 	  $(BIN)/python -m pip install --no-build-isolation -e .
 	$(BIN)/python -m fused_layernorm

@@ -9,7 +9,8 @@ Environment variables:
   MAX_JOBS                  compilers that run at once (with ninja; default: one a core)
   FUSED_LAYERNORM_PTXAS=1   print the registers and spills of every kernel
   FUSED_LAYERNORM_LINEINFO=1  -lineinfo: profilers and sanitizers name source lines, the extension triples in size
-  FUSED_LAYERNORM_WHEEL=1   a wheel to hand on (make wheel): its name and what it requires say which torch it is for
+  FUSED_LAYERNORM_WHEEL=1   a wheel to hand on (make wheel), for every torch from 2.11 on and every Python: libraries
+                            (fused_layernorm/_build/stable.py) in place of the extension
 
 The torch that the extension is built for is the one in the environment that will use it: pyproject.toml names no torch
 as a build requirement, or an isolated build would fetch another one and compile for that.
@@ -33,6 +34,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 source_hash = runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "source_hash.py"))["source_hash"]
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "toolchain.py")))
+stable = SimpleNamespace(**runpy.run_path(str(ROOT / "fused_layernorm" / "_build" / "stable.py")))
 
 CannotBuild = toolchain.CannotBuild
 OLDEST_TORCH = (2, 11)
@@ -124,13 +126,6 @@ def make_extension(torch) -> tuple[object, dict]:
     return extension, recipe["record"] | {"csrc_hash": source_hash(ROOT / "csrc")}
 
 
-def of_one_torch(version: str, cuda: str | None) -> tuple[str, str]:
-    """What a wheel's version ends with, and which torch it requires: a minor version, and a major one of CUDA, which
-    pip cannot ask for, so that the import does."""
-    minor = ".".join(version.split(".")[:2])
-    return f"+torch{minor}.{'cu' + cuda.split('.')[0] if cuda else 'cpu'}", f"torch=={minor}.*"
-
-
 def link_runtime_by_version(extension, torch_cuda: str) -> None:
     """The CUDA runtime that comes as a Python package has no libcudart.so, only the versioned name: link that."""
     folders = [Path(folder) for folder in extension.library_dirs]
@@ -199,32 +194,57 @@ def make_build_ext(record: dict, temporary: Path):
     return BuildExt
 
 
-def make_egg_info(tag):
-    from setuptools.command.egg_info import egg_info
+def make_wheel_commands(torch) -> dict:
+    """Commands for FUSED_LAYERNORM_WHEEL=1: the libraries of _build/stable.py in place of an extension."""
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
 
-    class EggInfo(egg_info):
-        def finalize_options(self):
-            self.tag_build = tag  # an option of setup() gives way to the setup.cfg of an sdist
-            super().finalize_options()
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", stable.ARCHS)
+    recipe = toolchain.recipe(torch, ROOT / "csrc")
+    if recipe["no_cuda"]:
+        if toolchain.flag("FORCE_CUDA"):
+            raise SystemExit(f"FORCE_CUDA=1, but the CUDA kernels cannot be built: {recipe['no_cuda']}")
+        shout("fused_layernorm: a wheel of the CPU kernels only.", recipe["no_cuda"])
+    flags = recipe["flags"] | {"cxx": recipe["flags"]["cxx"] + without_folders(torch)}
+    cuda = recipe["cuda"] and {"home": Path(recipe["cuda"]["home"]),
+                               "archs": toolchain.parse_archs(recipe["cuda"]["arch_list"])}  # fmt: skip
+    wanted = {"cxx": os.environ["CXX"], "flags": flags, "cuda": cuda}
+    record = recipe["record"] | {"extension": stable.OPERATORS, "torch": "2.11", "python": "any", "flags": flags,
+                                 "csrc_hash": source_hash(ROOT / "csrc")}  # fmt: skip
 
-    return EggInfo
+    class BuildLibraries(build_ext):
+        def run(self):
+            stable.compile_libraries(
+                Path(torch.__file__).parent, ROOT / "csrc", Path(self.build_lib) / "fused_layernorm" / "lib",
+                Path(self.build_temp), wanted, int(os.environ.get("MAX_JOBS", os.cpu_count() or 1)),
+            )  # fmt: skip
+            toolchain.write_build_info(Path(self.build_lib), {stable.OPERATORS: record}, None)
+
+    class OneWheel(bdist_wheel):
+        def get_tag(self):
+            machine = super().get_tag()[2].removeprefix("linux_")
+            return "py3", "none", stable.platform_tag(Path(self.bdist_dir) / "fused_layernorm" / "lib", machine)
+
+    return {"build_ext": BuildLibraries, "bdist_wheel": OneWheel}
 
 
 def main() -> None:
     # Its own bdist_wheel; before, the package wheel had it, and setuptools asks for it also to write metadata.
     if {"bdist_wheel", "editable_wheel", "dist_info"} & set(sys.argv[1:]) and find_spec("wheel") is None:
         check_version("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
-    commands = {}
-    if toolchain.flag("FUSED_LAYERNORM_WHEEL"):  # pip asks for the metadata apart from the build
-        torch = import_torch()
-        tag, requirement = of_one_torch(torch.__version__, torch.version.cuda)
-        COMMON["install_requires"] = [requirement]
-        commands["egg_info"] = make_egg_info(tag)
     if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist: no need to look at torch and compilers
-        setup(**COMMON, cmdclass={"build_py": make_build_py(None), **commands})
+        setup(**COMMON, cmdclass={"build_py": make_build_py(None)})
         return
     try:
         torch = import_torch()
+        if toolchain.flag("FUSED_LAYERNORM_WHEEL"):
+            setup(
+                **COMMON,
+                ext_modules=[setuptools.Extension("fused_layernorm.lib", [])],
+                cmdclass={"build_py": make_build_py(None), **make_wheel_commands(torch)},
+                options={"build": {"build_base": "build/wheel"}},
+            )
+            return
         extension, record = make_extension(torch)
     except CannotBuild as error:
         for name in ("FORCE_CUDA", "FUSED_LAYERNORM_WHEEL"):
@@ -244,7 +264,6 @@ def main() -> None:
         cmdclass={
             "build_py": make_build_py(None),
             "build_ext": make_build_ext(record, build_base / "objects"),
-            **commands,
         },
         options={"build": {"build_base": str(build_base)}},
     )

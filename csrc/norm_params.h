@@ -28,6 +28,11 @@ struct CUstream_st;  // cudaStream_t is a pointer to this; spelled so that C++ f
 #define FLN_HOST_DEVICE
 #define FLN_PHILOX_INLINE inline
 #endif
+#if defined(__GNUC__)
+#define FLN_EXPORT __attribute__((visibility("default")))
+#else
+#define FLN_EXPORT
+#endif
 
 namespace fused_layernorm {
 
@@ -169,13 +174,17 @@ struct DropoutMaskParams {
   Dropout dropout;
 };
 
-// The launchers take every combination that the structs above allow. Those of CUDA return a cudaError_t as int (0:
-// launched); the workspace sizes are computed by the same code as the launches.
-int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
-int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
-int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
-int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
-int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
+// The launchers take every combination that the structs above allow. Those of CUDA are the C interface of the kernels,
+// which may lie in a library of their own. They return a cudaError_t as int (0: launched); the workspace sizes are
+// computed by the same code as the launches.
+extern "C" {
+FLN_EXPORT int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
+FLN_EXPORT int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
+FLN_EXPORT int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
+FLN_EXPORT int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
+FLN_EXPORT int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
+FLN_EXPORT const char* cuda_error_text(int error);
+}
 
 void launch_norm_forward_cpu(const NormForwardParams& params);
 void launch_norm_backward_cpu(const NormBackwardParams& params);

@@ -4,7 +4,8 @@
 operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
 the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
 An extension that build() left in torch's cache is tried after one that is installed; FUSED_LAYERNORM_JIT=1 compiles it
-there if neither fits (_build/jit.py).
+there if neither fits (_build/jit.py). Without any, the libraries of the wheel (_build/stable.py) give the operators and
+all kernels, and the autograd node is that of Python.
 """
 
 import importlib
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 
 import torch  # before the extension: its libraries are what the extension is linked against
 
-from ._build import jit, source_hash, toolchain
+from ._build import jit, source_hash, stable, toolchain
+
+LIBRARIES = Path(__file__).resolve().parent / "lib"
 
 # In a source folder in place, as an extension there goes before one in site-packages.
 _IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
@@ -27,11 +30,12 @@ _MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_laye
 
 
 class _Loaded(NamedTuple):
-    extension: Any  # the module, or None
+    extension: Any  # the module, or None: then the operators, if there are any, are those of `library`
     backend: str  # "cuda", "cpu", "reference"
     reason: str  # why this backend
     build_info: dict | None  # what setup.py recorded about the extension
     problem: str | None  # an extension is there but does not work: which one, why, how to mend it
+    library: Path | None = None
 
 
 def _describe(version: str, cuda: str | None) -> str:
@@ -114,6 +118,25 @@ def _needs_compiling(choice: str) -> bool:
     return True
 
 
+def _load_library(choice: str) -> _Loaded | None:
+    """The operators of the wheel's libraries, loaded; None where there are none, or not those of `choice`."""
+    path = LIBRARIES / stable.OPERATORS
+    info = _build_record(Path(__file__).resolve().parent.parent).get("BUILDS", {}).get(path.name)
+    if info is None or not path.exists():
+        return None
+    cuda = [version and version.split(".")[0] for version in (info["torch_cuda"], torch.version.cuda)]
+    has_cuda = info["no_cuda"] is None and cuda[0] == cuda[1]
+    if choice == "cuda" and not has_cuda:
+        return None
+    # Two libraries that define the same operators do not go into one process
+    if not hasattr(torch.ops.fused_layernorm, "norm_forward"):
+        torch.ops.load_library(str(path))
+    reason = f"{path.name} loaded, for any torch"
+    if not has_cuda and torch.version.cuda:
+        reason += f"; no CUDA kernels: {info['no_cuda'] or f'they are of CUDA {cuda[0]}, and torch is of {cuda[1]}'}"
+    return _Loaded(None, "cuda" if has_cuda and choice != "cpu" else "cpu", reason, info, None, path)
+
+
 def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
     """Pick a backend; `choice` is "auto" or a backend that must be had. Warns about an extension that is broken."""
     if choice not in ("auto", "cuda", "cpu", "reference"):
@@ -157,6 +180,9 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
             _complain(problem, "CUDA tensors run on the slower PyTorch reference.", strict)
         return _Loaded(module, "cpu" if choice == "cpu" else backend, reason, info, problem)
 
+    found = _load_library(choice)
+    if found:
+        return found
     problem = f"{'; '.join(failures)}. {_MEND_SENTENCE}" if failures else None
     not_built = _build_record(Path(__file__).resolve().parent.parent).get("NOT_BUILT")
     reason = "; ".join(failures) or not_built or "no compiled extension is installed"
@@ -178,7 +204,7 @@ def _complain(problem: str, consequence: str, strict: bool) -> None:
 
 
 _choice = os.environ.get("FUSED_LAYERNORM_BACKEND", "").strip().lower() or "auto"
-extension, backend, reason, build_info, problem = _load(
+extension, backend, reason, build_info, problem, library = _load(
     _choice, bool(toolchain.flag("FUSED_LAYERNORM_STRICT")), bool(toolchain.flag("FUSED_LAYERNORM_JIT"))
 )
 

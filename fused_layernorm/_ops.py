@@ -28,7 +28,8 @@ else:
     norm = try_norm = not_implemented
 
     def takes_kernel(*tensors) -> bool:
-        return False
+        """Whether NormFunction takes these tensors: the dispatcher sees to whatever else they are."""
+        return _backend.library is not None and all(type(t) in _PLAIN_TYPES for t in tensors)
 
     def y_tells_x(*arguments) -> bool:
         return False
@@ -122,7 +123,7 @@ def shape_of_segments(x, normalized_ndim: int, *parameters) -> tuple:
 
 # ---- the operators (csrc/torch/library.cpp) ------------------------------------------------------------------------
 
-if extension:
+if extension or _backend.library:
     norm_forward = torch.ops.fused_layernorm.norm_forward.default
     norm_backward = torch.ops.fused_layernorm.norm_backward.default
 
@@ -183,9 +184,28 @@ def _has_own_residual_gradient(given, philox, gate) -> bool:
     return drops_x or gate is not None or not wanted.wants_x or wanted.grad_residual_dtype != wanted.x_dtype
 
 
+def is_plain_eager(x, *tensors) -> bool:
+    """path_of(x, *tensors) == "kernel", for a call of plain eager mode that PyTorch's own norm does not take."""
+    return (
+        takes_kernel(x, *(t for t in tensors if t is not None))
+        and x.device.type in _backend.KERNEL_DEVICES
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and not x.is_nested
+    )
+
+
+def call_norm_forward(*arguments):
+    """norm_forward, without the autograd of the operator."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return norm_forward(*arguments)
+
+
 def call_norm_backward(*arguments):
-    """norm_backward's five gradients, None where not wanted."""
-    found = list(norm_backward(*arguments))
+    """norm_backward's five gradients, None where not wanted, without the autograd of the operator."""
+    with torch._C._AutoDispatchBelowAutograd():
+        found = list(norm_backward(*arguments))
     gate, philox, given = arguments[5], arguments[8], arguments[9:]
     _, wanted = _split(given)
     if wanted.grad_residual_dtype is not None and not _has_own_residual_gradient(given, philox, gate):

@@ -162,7 +162,7 @@ def fused_rms_norm(
             their last bits count. Not for float64 x, which is normalized in float64 here and in float32 there. "torch",
             the default, rounds once, and is one pass. Forward of the others is PyTorch operations; backward is the
             kernel, with the gradients of "torch". Where weight's dtype is wider than x's, transformers returns it: give
-            that as `out_dtype`.
+            that as `out_dtype`. With "llama", what `accumulate_grad` adds was rounded to weight's dtype.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
@@ -485,6 +485,8 @@ def _norm(x, residual, gate, weight, bias, **given):
     tensors = (x, residual, gate, weight, bias, philox)
     if path == "reference" or (rounding != "torch" and path == "operator"):
         y, z = reference.norm_forward(*tensors, *options, rounding=rounding)
+    elif path == "kernel" and rounding == "torch" and not _wants_gradients(tensors):
+        y, z, _ = _ops.call_norm_forward(*tensors, *options)
     elif path == "kernel":
         y, z = NormFunction.apply(*tensors, options, rounding)
     else:
@@ -623,6 +625,10 @@ def _gated_sum(x, gate, residual, dtype):
     return (residual.to(wide) + x.to(wide) * gate.to(wide)).to(dtype).contiguous()
 
 
+def _wants_gradients(tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def _draw_philox(x):
     """The bits that decide what a call drops: (seed, offset). torch's own operation draws them, so that seeds,
     checkpointing, CUDA graphs and torch.compile see the draw, and what they decide is a function of them."""
@@ -675,46 +681,109 @@ class MainGradFunction(torch.autograd.Function):
 
 class NormFunction(torch.autograd.Function):
     """The node of csrc/torch/autograd.cpp in Python: for roundings, whose forward is PyTorch operations and whose
-    backward is the kernels'."""
+    backward is the kernels', and for the wheel's libraries, which have no other."""
 
     @staticmethod
     def forward(ctx, x, residual, gate, weight, bias, philox, options, rounding):
         tensors = (x, residual, gate, weight, bias, philox)
         if rounding == "torch":
-            y, z, stats = _ops.norm_forward(*tensors, *options)
+            y, z, stats = _ops.call_norm_forward(*tensors, *options)
         else:
             y, z = reference.norm_forward(*tensors, *options, rounding=rounding)
             stats = reference.stats(x if z is None else z, *options)
-        has_load_stage = options.residual_dtype is not None
-        z = z if has_load_stage else None
-        ctx.save_for_backward(
-            z if has_load_stage else x, stats, None if gate is None else x, gate, weight,
-            bias if options.activation else None, philox,
-        )  # fmt: skip
-        ctx.set_materialize_grads(False)
-        if has_load_stage and not any(ctx.needs_input_grad[:3]):
-            ctx.mark_non_differentiable(z)
-        ctx.options = options
-        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        z = None if options.residual_dtype is None else z
+        _save(ctx, tensors, options, z, stats)
         return y, z
 
     @staticmethod
     def backward(ctx, grad_y, grad_z):
-        if grad_y is None and grad_z is None:
-            return (None,) * 8
-        x_dtype, *dtypes = ctx.dtypes
-        wants = ctx.needs_input_grad[:5]
-        residual_dtype, _, weight_dtype, bias_dtype = (
-            dtype if wanted else None for dtype, wanted in zip(dtypes, wants[1:], strict=False)
-        )
-        wanted = Wanted(False, x_dtype, wants[0], wants[2], residual_dtype, weight_dtype, bias_dtype)
-        arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
-        tensors = [t for t in arguments[:8] if t is not None]
-        # Also the reference if y was unused: a zero gradient times an infinite rstd is NaN
-        is_plain = grad_y is not None and not torch.is_grad_enabled()
-        is_kernels = is_plain and _ops.path_of(*tensors) in ("kernel", "operator")
-        found = (_ops.call_norm_backward if is_kernels else reference.norm_backward)(*arguments)
-        return *found, None, None, None
+        return *_gradients(ctx, grad_y, grad_z), None, None, None
 
 
-_ops.set_fallback(_norm)
+def _save(ctx, tensors, options, z, stats):
+    """Save for backward what forward was given, and returned: z, or None without a load stage."""
+    x, residual, gate, weight, bias, philox = tensors
+    ctx.save_for_backward(
+        x if z is None else z, stats, None if gate is None else x, gate, weight,
+        bias if options.activation else None, philox,
+    )  # fmt: skip
+    ctx.set_materialize_grads(False)
+    if z is not None and not any(ctx.needs_input_grad[:3]):
+        ctx.mark_non_differentiable(z)
+    ctx.options = options
+    ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+
+
+def _gradients(ctx, grad_y, grad_z):
+    """The gradients of x, residual, gate, weight and bias."""
+    if grad_y is None and grad_z is None:
+        return (None,) * 5
+    x_dtype, *dtypes = ctx.dtypes
+    wants = ctx.needs_input_grad[:5]
+    residual_dtype, _, weight_dtype, bias_dtype = (
+        dtype if wanted else None for dtype, wanted in zip(dtypes, wants[1:], strict=False)
+    )
+    wanted = Wanted(False, x_dtype, wants[0], wants[2], residual_dtype, weight_dtype, bias_dtype)
+    arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
+    tensors = [t for t in arguments[:8] if t is not None]
+    # Also the reference if y was unused: a zero gradient times an infinite rstd is NaN
+    is_plain = grad_y is not None and not torch.is_grad_enabled()
+    is_kernels = is_plain and _ops.path_of(*tensors) in ("kernel", "operator")
+    return (_ops.call_norm_backward if is_kernels else reference.norm_backward)(*arguments)
+
+
+def _register_autograd():
+    """Autograd of the operators of the wheel's libraries, as csrc/torch/library.cpp registers it in the extension."""
+
+    def setup(ctx, inputs, output):
+        tensors, options = inputs[:6], Options(*inputs[6:])
+        options = options._replace(residual_dtype=reference.z_dtype(tensors[1], options))
+        y, z, stats = output
+        _save(ctx, tensors, options, None if options.residual_dtype is None else z, stats)
+        ctx.mark_non_differentiable(stats, *([z] if options.residual_dtype is None else []))
+
+    def backward(ctx, grad_y, grad_z, _):
+        return *_gradients(ctx, grad_y, grad_z), *[None] * (1 + len(Options._fields))
+
+    def refuse(ctx, *gradients):
+        raise RuntimeError("torch.ops.fused_layernorm.norm_backward is not differentiable; the functions of "
+                           "fused_layernorm have double backward")  # fmt: skip
+
+    torch.library.register_autograd(_ops.norm_forward, backward, setup_context=setup)
+    torch.library.register_autograd(_ops.norm_backward, refuse)
+
+
+def _norm_by_operators(x, residual, gate, weight, bias, **given):
+    """The call of plain eager mode where the wheel's libraries are all there is: a plain norm by the operators, which
+    check it. Every other call goes to _norm, and so does one that is refused, for its error."""
+    parameter, shape, eps = bias if weight is None else weight, given["normalized_shape"], given["eps"]
+    takes_more = (residual is not None or given.get("adds") or given["activation"] or given["dropout_p"]
+                  or given["memory_efficient"] or given["accumulate_grad"]
+                  or given.get("rounding", "torch") != "torch")  # fmt: skip
+    if takes_more or not _ops.is_plain_eager(x, weight, bias):
+        return _norm(x, residual, gate, weight, bias, **given)
+    if shape is None and parameter is not None:
+        shape = parameter.shape
+    elif type(shape) is int:
+        shape = (shape,)
+    # The operators also take parameters with leading dimensions of x: modulations
+    is_right = type(shape) in (tuple, list, torch.Size) and tuple(x.shape[-len(shape) :]) == tuple(shape)
+    if not is_right or (parameter is not None and parameter.dim() != len(shape)):
+        return _norm(x, residual, gate, weight, bias, **given)
+    if eps is None:
+        eps = torch.finfo(reference.accumulation_dtype(x.dtype)).eps
+    options = Options(len(shape), eps, given["weight_offset"], given["is_rms_norm"], given["stats_grad"], 0, 0.0, True,
+                      given["out_dtype"])  # fmt: skip
+    try:
+        if _wants_gradients((x, weight, bias)):
+            return NormFunction.apply(x, None, None, weight, bias, None, options, "torch")[0]
+        return _ops.call_norm_forward(x, None, None, weight, bias, None, *options)[0]
+    except (RuntimeError, TypeError):
+        return _norm(x, residual, gate, weight, bias, **given)
+
+
+if _ops.norm_forward is not None and _ops.extension is None:
+    _register_autograd()
+    _ops.set_fallback(_norm_by_operators)
+else:
+    _ops.set_fallback(_norm)

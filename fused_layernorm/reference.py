@@ -53,9 +53,10 @@ def _gelu_slope(u: Tensor) -> Tensor:
 
 
 def _gelu_tanh_slope(u: Tensor) -> Tensor:
-    k = math.sqrt(2 / math.pi)
-    t = torch.tanh(k * (u + 0.044715 * u**3))
-    return 0.5 * (1 + t) + 0.5 * u * (1 - t * t) * k * (1 + 3 * 0.044715 * u * u)
+    k = 2 * math.sqrt(2 / math.pi)
+    v = k * (u + 0.044715 * u**3)  # gelu is u * sigmoid(v). 1 - sigmoid(v) would cancel, in the second derivative too
+    s = torch.sigmoid(v)
+    return s + u * s * torch.sigmoid(-v) * k * (1 + 3 * 0.044715 * u * u)
 
 
 def _silu_slope(u: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import tarfile
 import warnings
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from checks import build_environment
 
 import fused_layernorm
 from fused_layernorm import _backend, _ops
-from fused_layernorm._build import jit, toolchain
+from fused_layernorm._build import jit, stable, toolchain
 from fused_layernorm._build.source_hash import source_hash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +95,7 @@ def test_cpu_extension_alone(fake):
 
 def test_no_extension_is_the_reference(fake):
     loaded = load_silently()
-    assert loaded == (None, "reference", loaded.reason, None, None)
+    assert loaded == (None, "reference", loaded.reason, None, None, None)
     assert loaded.reason
 
 
@@ -397,15 +398,93 @@ def test_architecture_that_nvcc_does_not_know(monkeypatch):
     assert toolchain.set_arch_list(torch, Path("/c13")) == "9.0+PTX"
 
 
+def test_platform_of_the_wheel(tmp_path):
+    """manylinux by the newest glibc that a library asks for, and 2.28, torch's own, at least"""
+    (tmp_path / "a.so").write_bytes(b"..GLIBC_2.2.5..GLIBC_2.14..")
+    assert stable.platform_tag(tmp_path, "x86_64") == "manylinux_2_28_x86_64"
+    (tmp_path / "b.so").write_bytes(b"..GLIBC_2.34..")
+    assert stable.platform_tag(tmp_path, "x86_64") == "manylinux_2_34_x86_64"
+
+
+def test_architectures_of_the_wheel():
+    assert stable.gencodes(toolchain.parse_archs("8.0;9.0a+PTX")) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_90a,code=compute_90a",
+    ]
+    assert toolchain.covers(stable.ARCHS, (8, 9)) and toolchain.covers(stable.ARCHS, (12, 1))
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch, fake):
+    """wheel(cuda, no_cuda): the libraries of a wheel are there; .loaded: those that were loaded."""
+
+    def make(cuda: str | None, no_cuda: str | None = None) -> None:
+        build = record(stable.OPERATORS, "2.11", cuda) | {"no_cuda": no_cuda, "arch_list": stable.ARCHS}
+        toolchain.write_build_info(tmp_path, {stable.OPERATORS: build}, None)
+
+    make.loaded = []
+    monkeypatch.setattr(_backend, "__file__", str(tmp_path / "fused_layernorm" / "_backend.py"))
+    monkeypatch.setattr(_backend, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(torch, "ops", mock.Mock(fused_layernorm=object(), load_library=make.loaded.append))
+    (tmp_path / stable.OPERATORS).touch()
+    return make
+
+
 @pytest.mark.parametrize(
-    "version, cuda, tag, requirement",
+    "of_wheel, of_torch, choice, backend, told",
     [
-        ("2.13.0+cpu", None, "+torch2.13.cpu", "torch==2.13.*"),
-        ("2.14.1", "13.0", "+torch2.14.cu13", "torch==2.14.*"),
+        ("13.0", "13.2", "auto", "cuda", "loaded, for any torch"),
+        ("13.0", "13.2", "cpu", "cpu", "loaded, for any torch"),
+        ("13.0", None, "auto", "cpu", "loaded, for any torch"),
+        ("13.0", "12.8", "auto", "cpu", "no CUDA kernels: they are of CUDA 13, and torch is of 12"),
+        (None, "13.0", "auto", "cpu", "no CUDA kernels: USE_CUDA=0"),
     ],
 )
-def test_wheel_of_one_torch(setup_py, version, cuda, tag, requirement):
-    assert setup_py["of_one_torch"](version, cuda) == (tag, requirement)
+def test_libraries_of_the_wheel(wheel, monkeypatch, tmp_path, of_wheel, of_torch, choice, backend, told):
+    monkeypatch.setattr(torch.version, "cuda", of_torch)
+    wheel(of_wheel, None if of_wheel else "USE_CUDA=0")
+    loaded = load_silently(choice)
+    assert (loaded.extension, loaded.backend, loaded.problem) == (None, backend, None) and told in loaded.reason
+    assert wheel.loaded == [str(tmp_path / stable.OPERATORS)] == [str(loaded.library)]
+
+
+def test_libraries_of_the_wheel_without_wanted_kernels(wheel, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    wheel("13.0")
+    with pytest.raises(ImportError, match="FUSED_LAYERNORM_BACKEND=cuda, but no compiled extension is installed"):
+        load_silently("cuda")
+    assert not wheel.loaded
+
+
+def test_an_extension_goes_before_the_libraries_of_the_wheel(wheel, fake):
+    wheel(torch.version.cuda)
+    fake("fused_layernorm_cpu", record("fused_layernorm_cpu"))
+    assert load_silently().extension.__name__ == "fused_layernorm_cpu" and not wheel.loaded
+
+
+def test_build_on_kernels_of_the_wheel(tmp_path, monkeypatch):
+    """build() compiles C++ alone, and links what the wheel brought"""
+    package = tmp_path / "fused_layernorm"
+    (tmp_path / "toolkit" / "include").mkdir(parents=True)
+    (tmp_path / "toolkit" / "include" / "cuda_runtime_api.h").touch()
+    monkeypatch.setattr(toolchain, "toolkit_candidates", lambda: [tmp_path / "toolkit"])
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.delenv("USE_CUDA", raising=False)
+    assert toolchain.shipped_kernels(torch, package / "csrc") is None
+    build = record(stable.OPERATORS, "2.11", "13.0") | {"nvcc": "13.0", "arch_list": stable.ARCHS}
+    toolchain.write_build_info(tmp_path, {stable.OPERATORS: build}, None)
+    (package / "lib").mkdir()
+    (package / "lib" / stable.KERNELS).touch()
+    (package / "csrc" / "stable").mkdir(parents=True)
+    for name in ("one.cpp", "two.cu", "stable/library.cpp"):
+        (package / "csrc" / name).touch()
+    found = toolchain.recipe(torch, package / "csrc")
+    assert found["name"] == "fused_layernorm_cuda" and [path.name for path in found["sources"]] == ["one.cpp"]
+    assert f"-l:{stable.KERNELS}" in found["link"] and "-DFUSED_LAYERNORM_WITH_CUDA=1" in found["flags"]["cxx"]
+    assert found["record"]["arch_list"] == stable.ARCHS and found["cuda"] is found["no_cuda"] is None
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert toolchain.shipped_kernels(torch, package / "csrc") is None
 
 
 def test_record_of_a_build_keeps_its_neighbours(setup_py, tmp_path):

@@ -592,9 +592,29 @@ FOUND_FUSIONS = {
         Case((5, 10), op="rms_norm", dtype=bf16, weight=None), seed=4151, mean=-0.7, sigma=300.0,
         wants=("x", "bias"), route="function", memory_efficient=True,
     ),
+    # Gradients for main_grad are rounded to weight's dtype with rounding="llama".
+    "main_grad of a norm that is rounded as Llama's": Fusion(
+        Case((2, 7, 2), op="rms_norm", dtype=fp16, normalized_ndim=2, eps=1e-12, weight_offset=1.0),
+        seed=64772, mean=1000.0, sigma=300.0, wants=("x", "weight", "bias"), route="reference", rounding="llama",
+        accumulate_grad=True,
+    ),
 }  # fmt: skip
 
 FOUND_SECOND_ORDER = {
+    # 1 - tanh^2 cancelled in the derivative of gelu_tanh.
+    "gelu_tanh in float32": Fusion(
+        Case((6, 5, 1, 62), dtype=fp32, out_dtype=fp64),
+        seed=131015,
+        sigma=300.0,
+        mean=0.3,
+        memory={"grad_output": Memory(expanded=(1,))},
+        wants=("weight", "bias"),
+        kind="add",
+        residual=fp32,
+        dropout_p=0.9,
+        activation="gelu_tanh",
+        uses=("y", "z"),
+    ),  # fmt: skip
     # Judged by one unit of float64, in which the truth is rounded as well.
     "gelu_tanh in float64": Fusion(
         Case((16,), op="rms_norm", dtype=fp64, weight=None, values="first_is_outlier", eps=0.0),

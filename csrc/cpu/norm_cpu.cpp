@@ -5,8 +5,12 @@
 // mean + tail carries about twice the precision of the type. RMSNorm is the same with mean = tail = c2 = 0.
 // A row's result is a function of that row alone: threads and row count decide where it is computed, never how.
 //
-// at::parallel_for is parallel only in a file compiled with -fopenmp.
+// at::parallel_for is parallel only in a file compiled with -fopenmp; that of torch's stable interface, always.
+#ifdef FUSED_LAYERNORM_STABLE_ABI
+#include "stable/parallel.h"
+#else
 #include <ATen/Parallel.h>
+#endif
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

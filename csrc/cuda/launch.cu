@@ -716,4 +716,6 @@ int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* strea
   return launch_quads(dropout_mask_kernel, params.rows, params.hidden_size, stream, params);
 }
 
+const char* cuda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
 }  // namespace fused_layernorm

@@ -48,20 +48,6 @@ void set_reference_backward(PyObject* function);
 
 // ---- calls of operators ----------------------------------------------------------------------------------------------
 
-// What an operator returns for the call, in its order; undefined where absent.
-inline std::array<at::Tensor, 3> results_of(const NormCall& call, bool save_stats = true) {
-  NormResults found = norm_forward(call, save_stats);
-  return {std::move(found.y), std::move(found.z), std::move(found.stats)};
-}
-
-inline std::array<at::Tensor, 5> results_of(NormBackwardCall& call) {
-  call.stats = call.stats.contiguous();
-  NormGradients found = norm_backward(call);
-  if (shares_gradient(call)) found.residual.reset();  // an operator must not return one tensor twice
-  return {std::move(found.x), std::move(found.residual), std::move(found.gate), std::move(found.weight),
-          std::move(found.bias)};
-}
-
 // Pops an operator's arguments, in the order of for_each(), from the dispatcher's stack.
 template <class Call>
 Call call_from(torch::jit::Stack& stack) {

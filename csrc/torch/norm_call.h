@@ -5,9 +5,9 @@
 // its order. An undefined tensor is absent.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <optional>
+
+#include "tensor.h"
 
 namespace fused_layernorm {
 

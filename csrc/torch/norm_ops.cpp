@@ -2,23 +2,9 @@
 // the kernels. Built into fused_layernorm_cuda (FUSED_LAYERNORM_WITH_CUDA) or fused_layernorm_cpu.
 //
 // Host time of a small norm is spent here: the usual call passes through no dispatcher (one at:: operation takes as
-// long as all checks together) and copies no tensor. Of at::, only what torch's stable ABI also offers is used.
-
-#include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
+// long as all checks together) and copies no tensor.
 
 #include <algorithm>
-
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 #include "norm_call.h"
 #include "norm_params.h"
@@ -74,19 +60,15 @@ std::string text(at::IntArrayRef shape) {
   return joined;
 }
 
-std::string text(at::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
-
 // Refuses memory that was freed (as FSDP does between uses): to the kernels a null pointer means "absent".
 void check_dense(const char* name, const Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided,
-                   std::string(name) + " must be a dense (strided) tensor, got a sparse layout");
-  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().data() != nullptr || tensor._is_zerotensor(),
-              std::string(name) + " has no memory: its storage was freed, or never filled");
+  TORCH_CHECK_TYPE(is_dense(tensor), std::string(name) + " must be a dense (strided) tensor, got a sparse layout");
+  TORCH_CHECK(has_memory(tensor), std::string(name) + " has no memory: its storage was freed, or never filled");
 }
 
 void check_supported(const char* name, at::ScalarType type) {
   TORCH_CHECK_TYPE(is_supported(type),
-                   std::string(name) + " must be float16, bfloat16, float32 or float64, got " + text(type));
+                   std::string(name) + " must be float16, bfloat16, float32 or float64, got " + name_of(type));
 }
 
 void check_x(const Tensor& x) {
@@ -98,7 +80,7 @@ void check_x(const Tensor& x) {
 
 // The dtypes that tensors beside x may have, for error messages.
 std::string dtypes_beside(at::ScalarType x) {
-  return text(x) + (x == at::kDouble || x == at::kFloat ? "" : ", or float32");
+  return name_of(x) + (x == at::kDouble || x == at::kFloat ? "" : ", or float32");
 }
 
 void check_beside_x(const char* name, const Tensor& tensor, const Tensor& x) {
@@ -106,7 +88,7 @@ void check_beside_x(const char* name, const Tensor& tensor, const Tensor& x) {
   TORCH_CHECK(tensor.device() == x.device(),
               std::string(name) + " must be on x's device, " + x.device().str() + ", got " + tensor.device().str());
   TORCH_CHECK_TYPE(given == dtype || (given == at::kFloat && dtype != at::kDouble),
-                   std::string(name) + " must be of x's dtype, " + dtypes_beside(dtype) + ", got " + text(given));
+                   std::string(name) + " must be of x's dtype, " + dtypes_beside(dtype) + ", got " + name_of(given));
   check_dense(name, tensor);
 }
 
@@ -157,26 +139,6 @@ Extent extent_of(const Tensor& x, int64_t normalized_ndim) {
 
 // ---- memory and layout ---------------------------------------------------------------------------------------------
 
-// at::empty past the dispatcher, on `like`'s device, which must be current.
-Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
-  if (at::globalContext().deterministicAlgorithms()) {  // in which mode at::empty may fill what it returns
-    return at::empty(sizes, like.options().dtype(dtype));
-  }
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-  if (like.is_cuda()) {
-    constexpr c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
-    return at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(), keys, dtype, std::nullopt);
-  }
-#endif
-  return at::detail::empty_cpu(sizes, dtype);
-}
-
-// A tensor whose memory holds its values: the negative bit is resolved, and tensors of zeros without memory get some.
-Tensor materialized(const Tensor& tensor) {
-  if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options());
-  return tensor.is_neg() ? tensor.resolve_neg() : tensor;
-}
-
 Tensor of_dtype(const Tensor& tensor, at::ScalarType dtype) {
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
 }
@@ -218,7 +180,7 @@ struct RowView {
     if (found && is_in_place(*found, extent)) {
       strides = *found;
     } else {
-      tensor = tensor.clone(at::MemoryFormat::Contiguous);
+      tensor = contiguous_copy(tensor);
       strides = RowStrides{extent.rows, extent.hidden_size, 0};
     }
   }
@@ -327,22 +289,10 @@ void set_stages(NormStages& stages, const NormOptions& options, const Tensor& ph
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-// Makes x's device current while in scope; costs nothing on the CPU, and next to nothing where it is current.
-struct DeviceScope {
-#ifdef FUSED_LAYERNORM_WITH_CUDA
-  c10::cuda::OptionalCUDAGuard guard;
-  explicit DeviceScope(const Tensor& x) {
-    if (x.is_cuda() && x.get_device() != c10::cuda::current_device()) guard.set_device(x.device());
-  }
-#else
-  explicit DeviceScope(const Tensor&) {}
-#endif
-};
-
 #ifdef FUSED_LAYERNORM_WITH_CUDA
 template <class Params>
 void launch_cuda(int (*function)(const Params&, CUstream_st*), const Params& params, const Tensor& x) {
-  C10_CUDA_CHECK(static_cast<cudaError_t>(function(params, c10::cuda::getCurrentCUDAStream(x.get_device()))));
+  check_cuda(function(params, current_stream(x)));
 }
 #endif
 
@@ -426,7 +376,7 @@ int64_t check_forward(const NormCall& call) {
     check_beside_x("residual", call.residual, x);
   }
   TORCH_CHECK_TYPE(z_dtype == x_dtype || (z_dtype == at::kFloat && x_dtype != at::kDouble),
-                   "residual_dtype must be x's dtype, " + dtypes_beside(x_dtype) + ", got " + text(z_dtype));
+                   "residual_dtype must be x's dtype, " + dtypes_beside(x_dtype) + ", got " + name_of(z_dtype));
   TORCH_CHECK(call.has_load_stage() || (!call.gate.defined() && (!call.philox.defined() || call.drops_y)),
               "gate and dropout of x need a residual, or residual_dtype, the dtype of z");
   if (call.gate.defined()) {
@@ -501,7 +451,7 @@ int64_t check_backward(const NormBackwardCall& call, const Extent& extent) {
   check_supported("x_dtype", call.x_dtype);
   const bool has_load_stage = call.residual_dtype.has_value();
   TORCH_CHECK(has_load_stage ? z.scalar_type() == *call.residual_dtype : z.scalar_type() == call.x_dtype,
-              "z must be of residual_dtype, or without a residual_dtype of x_dtype, got " + text(z.scalar_type()));
+              "z must be of residual_dtype, or without a residual_dtype of x_dtype, got " + name_of(z.scalar_type()));
   TORCH_CHECK(call.stats.defined() && call.stats.numel() == extent.rows * (call.is_rms_norm ? 1 : 3) &&
                   call.stats.is_contiguous() && call.stats.device() == z.device() &&
                   call.stats.scalar_type() == accumulation_type(z.scalar_type()),
@@ -515,7 +465,7 @@ int64_t check_backward(const NormBackwardCall& call, const Extent& extent) {
     TORCH_CHECK(
         found && (segments == 0 || segments == *found) && parameter->device() == z.device() &&
             (dtype == call.x_dtype || (dtype == at::kFloat && call.x_dtype != at::kDouble && parameter != &call.gate)),
-        std::string(name) + " must be forward's, got [" + text(parameter->sizes()) + "] of " + text(dtype));
+        std::string(name) + " must be forward's, got [" + text(parameter->sizes()) + "] of " + name_of(dtype));
     check_dense(name, *parameter);
     segments = *found;
   }
@@ -529,7 +479,7 @@ int64_t check_backward(const NormBackwardCall& call, const Extent& extent) {
   TORCH_CHECK(call.gate.defined() == call.x.defined(), "gate and x are given together");
   if (call.x.defined()) {
     TORCH_CHECK(call.x.sizes() == z.sizes() && call.x.device() == z.device() && call.x.scalar_type() == call.x_dtype,
-                "x must be forward's, got [" + text(call.x.sizes()) + "] of " + text(call.x.scalar_type()));
+                "x must be forward's, got [" + text(call.x.sizes()) + "] of " + name_of(call.x.scalar_type()));
     check_dense("x", call.x);
   }
   TORCH_CHECK(!call.grad_weight_dtype || call.weight.defined(), "a gradient of weight needs the weight");
@@ -566,14 +516,14 @@ NormGradients norm_backward(const NormBackwardCall& call) {
     gradients.residual = is_shared ? gradients.x : empty(z.sizes(), *call.grad_residual_dtype, z);
   const bool is_empty = z.numel() == 0;  // sums over no rows are 0
   const auto column_sums = [&](at::IntArrayRef shape, at::ScalarType dtype) {
-    return is_empty ? at::zeros(shape, z.options().dtype(dtype)) : empty(shape, dtype, z);
+    return is_empty ? zeros(shape, dtype, z) : empty(shape, dtype, z);
   };
   if (call.wants_gate && call.gate.defined()) gradients.gate = column_sums(call.gate.sizes(), call.gate.scalar_type());
   if (call.grad_weight_dtype && !call.weight_sum.defined())
     gradients.weight = column_sums(call.weight.sizes(), *call.grad_weight_dtype);
   const bool is_bias_per_row = segments == extent.rows && segments > 1 && call.grad_bias_dtype;
   if (is_bias_per_row) {  // the gradient of y: a copy, as the caller holds that one
-    gradients.bias = at::empty(bias_shape, z.options().dtype(*call.grad_bias_dtype));
+    gradients.bias = empty(bias_shape, *call.grad_bias_dtype, z);
     gradients.bias.view(z.sizes()).copy_(call.grad_output);
   } else if (call.grad_bias_dtype && !call.bias_sum.defined()) {
     gradients.bias = column_sums(bias_shape, *call.grad_bias_dtype);
@@ -611,7 +561,7 @@ NormGradients norm_backward(const NormBackwardCall& call) {
     params.is_rms_norm = true;
     params.mean = params.mean_tail = nullptr;
   }
-  const RowView z_rows(is_zero ? at::zeros_like(z) : z, normalized_ndim, extent);
+  const RowView z_rows(is_zero ? zeros(z.sizes(), z.scalar_type(), z) : z, normalized_ndim, extent);
   params.z = z_rows.tensor.const_data_ptr();
   params.z_strides = z_rows.strides;
   params.z_dtype = dtype_of(z.scalar_type());
@@ -638,9 +588,9 @@ Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, dou
   check_stages(options, philox, 1, rows, philox.device());
   TORCH_CHECK(rows >= 0 && hidden_size >= 0, "a mask needs sizes of 0 or more");
   const DeviceScope scope(philox);
+  if (dropout_p == 0) return ones({rows, hidden_size}, at::kBool, philox);
   Tensor mask = empty({rows, hidden_size}, at::kBool, philox);
   if (mask.numel() == 0) return mask;
-  if (dropout_p == 0) return mask.fill_(true);
   const DropoutMaskParams params{static_cast<uint8_t*>(mask.mutable_data_ptr()),
                                  rows,
                                  hidden_size,

@@ -17,6 +17,7 @@
 #include "autograd.h"
 #include "memory_efficient.h"
 #include "norm_params.h"
+#include "operators.h"
 
 namespace fused_layernorm {
 namespace {
@@ -342,13 +343,7 @@ PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   }
   py::tuple found(results.size());
   for (size_t i = 0; i < results.size(); ++i) {
-    if (!results[i].defined() && (used >> i & 1) != 0) {
-      if constexpr (is_forward) {
-        results[i] = at::empty({0}, call.x.options());
-      } else {
-        results[i] = at::empty({0}, call.z.options());
-      }
-    }
+    if (!results[i].defined() && (used >> i & 1) != 0) results[i] = at::empty({0}, like_results(call).options());
     found[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(results[i])));
   }
   return found.release().ptr();

@@ -8,6 +8,7 @@ pair such as (9, 0).
 import os
 import pprint
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -239,11 +240,28 @@ def openmp_flags(cxx: str) -> tuple[list[str], list[str]]:
     return ["-fopenmp"], []
 
 
+def shipped_kernels(torch, csrc: Path) -> dict | None:
+    """The CUDA kernels that came with a wheel (_build/stable.py), if they are for torch's CUDA: their build record, with
+    the flags that compile and link the extension to them. It then needs no nvcc."""
+    lib, record = csrc.parent / "lib", csrc.parent / "_build_info.py"
+    if flag("USE_CUDA") is False or not (lib / "libfused_layernorm_kernels.so").exists() or not record.exists():
+        return None
+    info = runpy.run_path(str(record))["BUILDS"].get("libfused_layernorm.so")
+    if not info or not torch.version.cuda or info["torch_cuda"].split(".")[0] != torch.version.cuda.split(".")[0]:
+        return None
+    headers = [home / "include" for home in toolkit_candidates() if (home / "include" / "cuda_runtime_api.h").exists()]
+    if not headers:
+        return None
+    link = [f"-L{lib}", "-l:libfused_layernorm_kernels.so", f"-Wl,-rpath,{lib}", "-lc10_cuda"]
+    return {"nvcc": info["nvcc"], "arch_list": info["arch_list"], "cxx": [f"-isystem{headers[0]}"], "link": link}
+
+
 def recipe(torch, csrc: Path) -> dict:
     """What to compile for this torch here, and how; raises CannotBuild. Sets the environment that torch's build reads.
 
-    name; sources; flags of cxx and nvcc; link; cuda (home, nvcc and arch_list, or None); no_cuda (why not, or None);
-    record: what is written down about the build, but for the hash of the sources.
+    name; sources; flags of cxx and nvcc; link; cuda (home, nvcc and arch_list, or None where nvcc compiles nothing);
+    no_cuda (why there are no CUDA kernels, or None); record: what is written down about the build, but for the hash of
+    the sources.
     """
     problem = cxx_problem()
     if problem:
@@ -252,31 +270,37 @@ def recipe(torch, csrc: Path) -> dict:
     os.environ.setdefault("CXX", cxx)
     if not shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]):
         os.environ["CC"] = cxx
+    cuda = no_cuda = None
+    shipped = shipped_kernels(torch, csrc)
     try:
-        cuda, no_cuda = cuda_settings(torch), None
+        cuda = None if shipped else cuda_settings(torch)
     except CannotBuild as error:
-        cuda, no_cuda = None, str(error)
+        no_cuda = str(error)
 
-    name = "fused_layernorm_cuda" if cuda else "fused_layernorm_cpu"
-    sources = sorted(csrc.rglob("*.cpp"))
+    name = "fused_layernorm_cpu" if no_cuda else "fused_layernorm_cuda"
+    sources = sorted(path for path in csrc.rglob("*.cpp") if path.parent.name != "stable")
     flags = compiler_flags(cuda["home"] if cuda else None)
     openmp_compile, link = openmp_flags(cxx)
     flags["cxx"] += openmp_compile
     if cuda:
         os.environ["CUDA_HOME"] = str(cuda["home"])
         sources += sorted(csrc.rglob("*.cu"))
-        for language in flags:
-            flags[language] = ["-DFUSED_LAYERNORM_WITH_CUDA=1", *flags[language]]
     else:
         del flags["nvcc"]
+    if not no_cuda:
+        for language in flags:
+            flags[language] = ["-DFUSED_LAYERNORM_WITH_CUDA=1", *flags[language]]
+    if shipped:
+        flags["cxx"] += shipped["cxx"]
+        link = [*link, *shipped["link"]]
     record = {
         "extension": name,
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "python": sysconfig.get_python_version(),
         "cxx": (output_of(*cxx.split(), "--version").splitlines() or [cxx])[0],
-        "nvcc": cuda and cuda["nvcc"],
-        "arch_list": cuda and cuda["arch_list"],
+        "nvcc": (cuda or shipped or {}).get("nvcc"),
+        "arch_list": (cuda or shipped or {}).get("arch_list"),
         "no_cuda": no_cuda,
         "flags": flags,
         "debug": bool(flag("DEBUG")),

@@ -101,7 +101,8 @@ def _pass_class() -> type:
                 other(graph)
             if _is_enabled and any(_is(node, _ops.norm_forward, _ops.norm_backward) for node in graph.nodes):
                 try:
-                    _lower_to_direct_calls()
+                    if _ops.extension:
+                        _lower_to_direct_calls()
                 except Exception as error:
                     return _give_up(error)
                 fold(graph)

@@ -1,0 +1,79 @@
+"""The two libraries of the wheel: the operators on torch's stable interface, with the CPU kernels, for every torch from
+2.11 on and every Python; and the CUDA kernels, which know nothing of torch.
+
+Needs neither torch nor the package: setup.py loads this file by path.
+"""
+
+import re
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+OPERATORS = "libfused_layernorm.so"
+KERNELS = "libfused_layernorm_kernels.so"
+# Code for 8.0 runs on 8.6 and 8.9 too. The newest also as PTX, for cards to come.
+ARCHS = "8.0;9.0;10.0;12.0+PTX"
+TARGET = "0x020b000000000000"  # torch 2.11: what is newer is hidden from the sources
+OPERATOR_SOURCES = ("torch/norm_ops.cpp", "cpu/norm_cpu.cpp", "stable/library.cpp")
+
+
+def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path, recipe: dict, jobs: int) -> None:
+    """Leave the libraries in `folder`. recipe: cxx (a command), flags of cxx and nvcc, and cuda, the home and the archs
+    (as toolchain.parse_archs() gives them) of the CUDA kernels, or None for the CPU's alone."""
+    cuda = recipe["cuda"]
+    folder.mkdir(parents=True, exist_ok=True)
+    objects.mkdir(parents=True, exist_ok=True)
+    hidden = ["-fPIC", "-fvisibility=hidden"]
+    cxx = shlex.split(recipe["cxx"])
+    host = [*cxx, "-std=c++17", *recipe["flags"]["cxx"], *hidden, "-fvisibility-inlines-hidden", f"-I{csrc}",
+            "-DFUSED_LAYERNORM_STABLE_ABI", f"-DTORCH_TARGET_VERSION={TARGET}",
+            "-isystem", f"{torch_home}/include"]  # fmt: skip
+    commands = {}
+    if cuda:
+        device = [f"{cuda['home']}/bin/nvcc", "-std=c++17", "--expt-relaxed-constexpr", *recipe["flags"]["nvcc"],
+                  "-Xcompiler", ",".join(hidden), f"-I{csrc}", *gencodes(cuda["archs"])]  # fmt: skip
+        for source in sorted(csrc.glob("cuda/*.cu"), key=lambda path: -path.stat().st_size):
+            commands[objects / f"{source.stem}.cu.o"] = [*device, "-c", str(source)]
+    for source in OPERATOR_SOURCES:
+        commands[objects / f"{Path(source).stem}.o"] = [*host, "-c", str(csrc / source)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(run, [*command, "-o", str(target)]) for target, command in commands.items()]:
+            done.result()
+
+    link = [*cxx, "-shared", "-s"]
+    kernels = [str(target) for target in commands if target.name.endswith(".cu.o")]
+    others = [str(target) for target in commands if not target.name.endswith(".cu.o")]
+    if cuda:  # with a CUDA runtime of its own: none has to match
+        runtimes = [cuda["home"] / name / "libcudart_static.a" for name in ("lib64", "lib")]
+        runtime = next(str(path) for path in runtimes if path.exists())
+        run([*link, *kernels, "-o", str(folder / KERNELS), runtime, "-Wl,--exclude-libs,libcudart_static.a",
+             "-ldl", "-lrt", "-lpthread"])  # fmt: skip
+    # libtorch itself: it needs libtorch_cuda in a CUDA torch, which has the current stream
+    run([*link, *others, "-o", str(folder / OPERATORS), f"-L{torch_home}/lib",
+         "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu",
+         *([f"-L{folder}", f"-l:{KERNELS}", "-Wl,-rpath,$ORIGIN"] if cuda else []),
+         "-Wl,--unresolved-symbols=ignore-in-shared-libs"])  # fmt: skip
+
+
+def gencodes(archs) -> list[str]:
+    found = []
+    for (major, minor), suffix, ptx in archs:
+        number = f"{major}{minor}{suffix}"
+        found += [f"-gencode=arch=compute_{number},code=sm_{number}"]
+        found += [f"-gencode=arch=compute_{number},code=compute_{number}"] if ptx else []
+    return found
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        raise SystemExit(f"failed: {shlex.join(command)}")
+
+
+def platform_tag(folder: Path, machine: str) -> str:
+    """manylinux by the newest glibc that the libraries in `folder` need, and at least 2.28, that of torch itself."""
+    names = b"".join(path.read_bytes() for path in folder.glob("*.so"))
+    newest = max([28, *(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", names))])
+    return f"manylinux_2_{newest}_{machine}"
