@@ -36,6 +36,7 @@ class _Loaded(NamedTuple):
     build_info: dict | None  # what setup.py recorded about the extension
     problem: str | None  # an extension is there but does not work: which one, why, how to mend it
     library: Path | None = None
+    library_module: Any = None  # the library as a Python module, where it is one (torch 2.14 on)
 
 
 def _describe(version: str, cuda: str | None) -> str:
@@ -128,13 +129,17 @@ def _load_library(choice: str) -> _Loaded | None:
     has_cuda = info["no_cuda"] is None and cuda[0] == cuda[1]
     if choice == "cuda" and not has_cuda:
         return None
+    module = None
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
     # Two libraries that define the same operators do not go into one process
-    if not hasattr(torch.ops.fused_layernorm, "norm_forward"):
+    elif not hasattr(torch.ops.fused_layernorm, "norm_forward"):
         torch.ops.load_library(str(path))
     reason = f"{path.name} loaded, for any torch"
     if not has_cuda and torch.version.cuda:
         reason += f"; no CUDA kernels: {info['no_cuda'] or f'they are of CUDA {cuda[0]}, and torch is of {cuda[1]}'}"
-    return _Loaded(None, "cuda" if has_cuda and choice != "cpu" else "cpu", reason, info, None, path)
+    return _Loaded(None, "cuda" if has_cuda and choice != "cpu" else "cpu", reason, info, None, path, module)
 
 
 def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
@@ -204,7 +209,7 @@ def _complain(problem: str, consequence: str, strict: bool) -> None:
 
 
 _choice = os.environ.get("FUSED_LAYERNORM_BACKEND", "").strip().lower() or "auto"
-extension, backend, reason, build_info, problem, library = _load(
+extension, backend, reason, build_info, problem, library, library_module = _load(
     _choice, bool(toolchain.flag("FUSED_LAYERNORM_STRICT")), bool(toolchain.flag("FUSED_LAYERNORM_JIT"))
 )
 

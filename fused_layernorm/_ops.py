@@ -16,14 +16,12 @@ def not_implemented(*arguments, **options):
     return NotImplemented
 
 
-# norm(x, residual, gate, weight, bias, **options): the call of plain eager mode with its autograd node. A call that it
-# does not take goes to the fallback (functional._norm); try_norm returns NotImplemented instead.
+# norm(x, residual, gate, weight, bias, **options): the call of plain eager mode. A call that it does not take goes to
+# the fallback (functional._norm); try_norm returns NotImplemented instead.
 # Bound directly: a Python wrapper would cost host time on every call.
-if extension:
-    norm, try_norm, takes_kernel = extension.norm, extension.try_norm, extension.takes_kernel
-    y_tells_x = extension.y_tells_x
-    if "cuda" not in _backend.KERNEL_DEVICES:
-        extension.refuse_cuda_tensors()
+calls = extension or _backend.library_module
+if calls:
+    norm, try_norm, takes_kernel = calls.norm, calls.try_norm, calls.takes_kernel
 else:
     norm = try_norm = not_implemented
 
@@ -31,15 +29,26 @@ else:
         """Whether NormFunction takes these tensors: the dispatcher sees to whatever else they are."""
         return _backend.library is not None and all(type(t) in _PLAIN_TYPES for t in tensors)
 
+
+if extension:
+    y_tells_x = extension.y_tells_x
+    if "cuda" not in _backend.KERNEL_DEVICES:
+        extension.refuse_cuda_tensors()
+else:
+
     def y_tells_x(*arguments) -> bool:
         return False
 
 
-def set_fallback(fallback) -> None:
-    """fallback: called as norm(), where norm() does not take a call."""
+def set_callbacks(fallback, record) -> None:
+    """fallback: called as norm(), where norm() does not take a call. record: the call of NormFunction, the node where
+    there is no extension."""
     global norm
     if extension:
         extension.set_callbacks(fallback, reference.norm_backward, _watch_optimizers)
+    elif calls:
+        calls.setup(torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg, is_plain_eager, record, fallback,
+                    (norm_forward, norm_backward), reference.DTYPES)  # fmt: skip
     else:
         norm = fallback
 
@@ -184,34 +193,35 @@ def _has_own_residual_gradient(given, philox, gate) -> bool:
     return drops_x or gate is not None or not wanted.wants_x or wanted.grad_residual_dtype != wanted.x_dtype
 
 
-def is_plain_eager(x, *tensors) -> bool:
-    """path_of(x, *tensors) == "kernel", for a call of plain eager mode that PyTorch's own norm does not take."""
+def is_plain_eager() -> bool:
+    """Whether nothing is on that must see a call: a dispatch mode, a transform, a tracer."""
     return (
-        takes_kernel(x, *(t for t in tensors if t is not None))
-        and x.device.type in _backend.KERNEL_DEVICES
+        torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
-        and not x.is_nested
     )
 
 
 def call_norm_forward(*arguments):
-    """norm_forward, without the autograd of the operator."""
+    """norm_forward, without the autograd of the operator; z may be None where it is empty."""
+    if calls:
+        return calls.call_norm_forward(*arguments, 5)
     with torch._C._AutoDispatchBelowAutograd():
         return norm_forward(*arguments)
 
 
 def call_norm_backward(*arguments):
     """norm_backward's five gradients, None where not wanted, without the autograd of the operator."""
-    with torch._C._AutoDispatchBelowAutograd():
-        found = list(norm_backward(*arguments))
-    gate, philox, given = arguments[5], arguments[8], arguments[9:]
-    _, wanted = _split(given)
-    if wanted.grad_residual_dtype is not None and not _has_own_residual_gradient(given, philox, gate):
+    if calls:
+        found = list(calls.call_norm_backward(*arguments, 0))
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            found = list(norm_backward(*arguments))
+    wants_x, wants_gate, residual_dtype, weight_dtype, bias_dtype = arguments[-5:]
+    if residual_dtype is not None and not _has_own_residual_gradient(arguments[9:], arguments[8], arguments[5]):
         found[1] = found[0]
-    wants = (wanted.wants_x, wanted.grad_residual_dtype, wanted.wants_gate, wanted.grad_weight_dtype,
-             wanted.grad_bias_dtype)  # fmt: skip
+    wants = (wants_x, residual_dtype, wants_gate, weight_dtype, bias_dtype)
     return tuple(t if wants_it else None for t, wants_it in zip(found, wants, strict=True))
 
 

@@ -725,10 +725,10 @@ def _gradients(ctx, grad_y, grad_z):
     )
     wanted = Wanted(False, x_dtype, wants[0], wants[2], residual_dtype, weight_dtype, bias_dtype)
     arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
-    tensors = [t for t in arguments[:8] if t is not None]
     # Also the reference if y was unused: a zero gradient times an infinite rstd is NaN
-    is_plain = grad_y is not None and not torch.is_grad_enabled()
-    is_kernels = is_plain and _ops.path_of(*tensors) in ("kernel", "operator")
+    is_kernels = grad_y is not None and not torch.is_grad_enabled()
+    if is_kernels and not _ops.is_plain_eager():
+        is_kernels = _ops.path_of(*(t for t in arguments[:8] if t is not None)) in ("kernel", "operator")
     return (_ops.call_norm_backward if is_kernels else reference.norm_backward)(*arguments)
 
 
@@ -753,37 +753,10 @@ def _register_autograd():
     torch.library.register_autograd(_ops.norm_backward, refuse)
 
 
-def _norm_by_operators(x, residual, gate, weight, bias, **given):
-    """The call of plain eager mode where the wheel's libraries are all there is: a plain norm by the operators, which
-    check it. Every other call goes to _norm, and so does one that is refused, for its error."""
-    parameter, shape, eps = bias if weight is None else weight, given["normalized_shape"], given["eps"]
-    takes_more = (residual is not None or given.get("adds") or given["activation"] or given["dropout_p"]
-                  or given["memory_efficient"] or given["accumulate_grad"]
-                  or given.get("rounding", "torch") != "torch")  # fmt: skip
-    if takes_more or not _ops.is_plain_eager(x, weight, bias):
-        return _norm(x, residual, gate, weight, bias, **given)
-    if shape is None and parameter is not None:
-        shape = parameter.shape
-    elif type(shape) is int:
-        shape = (shape,)
-    # The operators also take parameters with leading dimensions of x: modulations
-    is_right = type(shape) in (tuple, list, torch.Size) and tuple(x.shape[-len(shape) :]) == tuple(shape)
-    if not is_right or (parameter is not None and parameter.dim() != len(shape)):
-        return _norm(x, residual, gate, weight, bias, **given)
-    if eps is None:
-        eps = torch.finfo(reference.accumulation_dtype(x.dtype)).eps
-    options = Options(len(shape), eps, given["weight_offset"], given["is_rms_norm"], given["stats_grad"], 0, 0.0, True,
-                      given["out_dtype"])  # fmt: skip
-    try:
-        if _wants_gradients((x, weight, bias)):
-            return NormFunction.apply(x, None, None, weight, bias, None, options, "torch")[0]
-        return _ops.call_norm_forward(x, None, None, weight, bias, None, *options)[0]
-    except (RuntimeError, TypeError):
-        return _norm(x, residual, gate, weight, bias, **given)
+def _record(x, residual, gate, weight, bias, options):
+    return NormFunction.apply(x, residual, gate, weight, bias, None, Options(*options), "torch")
 
 
 if _ops.norm_forward is not None and _ops.extension is None:
     _register_autograd()
-    _ops.set_fallback(_norm_by_operators)
-else:
-    _ops.set_fallback(_norm)
+_ops.set_callbacks(_norm, _record)

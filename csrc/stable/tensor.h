@@ -110,6 +110,7 @@ class IntArrayRef {
   const int64_t* begin() const { return data_; }
   const int64_t* end() const { return data_ + count_; }
   size_t size() const { return count_; }
+  bool empty() const { return count_ == 0; }
   IntArrayRef slice(int64_t first) const { return {data_ + first, count_ - static_cast<size_t>(first)}; }
   bool operator==(const IntArrayRef& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
   bool operator!=(const IntArrayRef& other) const { return !(*this == other); }
@@ -179,6 +180,7 @@ class Tensor {
   Tensor view(IntArrayRef sizes) const { return call("aten::view", "", {share(), list_of(sizes)}); }
   Tensor copy_(const Tensor& source) const { return call("aten::copy_", "", {share(), source.share(), 0}); }
 
+  AtenTensorHandle handle() const { return impl_->handle; }
   // Another handle on the tensor, which the receiver owns.
   StableIValue share() const {
     AtenTensorHandle handle = nullptr;

@@ -7,6 +7,7 @@ Needs neither torch nor the package: setup.py loads this file by path.
 import re
 import shlex
 import subprocess
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ KERNELS = "libfused_layernorm_kernels.so"
 # Code for 8.0 runs on 8.6 and 8.9 too. The newest also as PTX, for cards to come.
 ARCHS = "8.0;9.0;10.0;12.0+PTX"
 TARGET = "0x020b000000000000"  # torch 2.11: what is newer is hidden from the sources
-OPERATOR_SOURCES = ("torch/norm_ops.cpp", "cpu/norm_cpu.cpp", "stable/library.cpp")
+OPERATOR_SOURCES = ("torch/norm_ops.cpp", "cpu/norm_cpu.cpp", "stable/library.cpp", "stable/python.cpp")
 
 
 def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path, recipe: dict, jobs: int) -> None:
@@ -28,7 +29,7 @@ def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path,
     cxx = shlex.split(recipe["cxx"])
     host = [*cxx, "-std=c++17", *recipe["flags"]["cxx"], *hidden, "-fvisibility-inlines-hidden", f"-I{csrc}",
             "-DFUSED_LAYERNORM_STABLE_ABI", f"-DTORCH_TARGET_VERSION={TARGET}",
-            "-isystem", f"{torch_home}/include"]  # fmt: skip
+            "-isystem", f"{torch_home}/include", "-isystem", sysconfig.get_path("include")]  # fmt: skip
     commands = {}
     if cuda:
         device = [f"{cuda['home']}/bin/nvcc", "-std=c++17", "--expt-relaxed-constexpr", *recipe["flags"]["nvcc"],
@@ -52,8 +53,7 @@ def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path,
     # libtorch itself: it needs libtorch_cuda in a CUDA torch, which has the current stream
     run([*link, *others, "-o", str(folder / OPERATORS), f"-L{torch_home}/lib",
          "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu",
-         *([f"-L{folder}", f"-l:{KERNELS}", "-Wl,-rpath,$ORIGIN"] if cuda else []),
-         "-Wl,--unresolved-symbols=ignore-in-shared-libs"])  # fmt: skip
+         *([f"-L{folder}", f"-l:{KERNELS}", "-Wl,-rpath,$ORIGIN"] if cuda else [])])  # fmt: skip
 
 
 def gencodes(archs) -> list[str]:

@@ -101,7 +101,7 @@ def _pass_class() -> type:
                 other(graph)
             if _is_enabled and any(_is(node, _ops.norm_forward, _ops.norm_backward) for node in graph.nodes):
                 try:
-                    if _ops.extension:
+                    if _ops.calls:
                         _lower_to_direct_calls()
                 except Exception as error:
                     return _give_up(error)
@@ -418,7 +418,7 @@ def _erase_unread(graph: Graph, *nodes: Node) -> None:
 
 @functools.cache
 def _lower_to_direct_calls() -> None:
-    """Have Inductor's Python code call the extension (call_operator in csrc/torch/python.cpp)."""
+    """Have Inductor's Python code call past the dispatcher (call_operator in csrc/torch/python.cpp)."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
@@ -430,8 +430,8 @@ def _lower_to_direct_calls() -> None:
         def codegen(self, wrapper):
             is_python = not (V.graph.cpp_wrapper or V.graph.aot_mode or getattr(V.graph, "fx_wrapper", False))
             if is_python and hasattr(wrapper, "add_import_once"):
-                wrapper.add_import_once("from fused_layernorm._ops import extension as fused_layernorm_extension")
-                self.python_kernel_name = f"fused_layernorm_extension.call_{self.op_overload._opname}"
+                wrapper.add_import_once("from fused_layernorm._ops import calls as fused_layernorm_calls")
+                self.python_kernel_name = f"fused_layernorm_calls.call_{self.op_overload._opname}"
                 is_read = [output.get_name() not in V.graph.removed_buffers for output in self.outputs]
                 self.used = sum(read << i for i, read in enumerate(is_read))
             super().codegen(wrapper)
