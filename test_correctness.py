@@ -39,6 +39,7 @@ from norm_cases import (  # noqa: E402
     CPU_ELEMENTS,
     CUDA_ELEMENTS,
     HAS_CUDA,
+    NEEDS_EXTENSION,
     NODE,
     OPS,
     Case,
@@ -851,6 +852,7 @@ def test_compiled_autograd(device, case, route):
             torch.testing.assert_close(value, plain[name])
 
 
+@NEEDS_EXTENSION
 @on_devices("op", OPS, devices=("cpu",))
 def test_profiler(device, op):
     """a profile shows the call and its backward"""

@@ -670,6 +670,9 @@ class MainGradFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("accumulate_grad=True has first derivatives only: call the norm without it under "
                                "create_graph")  # fmt: skip
+        if torch._C._functorch.is_batchedtensor(grad_output):
+            raise RuntimeError("accumulate_grad=True adds one gradient of weight and bias to main_grad: call the norm "
+                               "without it for a batch of gradients, or for tangents")  # fmt: skip
         _check_main_grad(ctx.name, ctx.parameter)
         ctx.parameter.main_grad.add_(grad_output)
         ctx.parameter.grad_added_to_main_grad = True
@@ -727,30 +730,50 @@ def _gradients(ctx, grad_y, grad_z):
     arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
     # Also the reference if y was unused: a zero gradient times an infinite rstd is NaN
     is_kernels = grad_y is not None and not torch.is_grad_enabled()
-    if is_kernels and not _ops.is_plain_eager():
+    if is_kernels and (is_dynamo_compiling() or not _ops.is_plain_eager()):
         is_kernels = _ops.path_of(*(t for t in arguments[:8] if t is not None)) in ("kernel", "operator")
     return (_ops.call_norm_backward if is_kernels else reference.norm_backward)(*arguments)
 
 
-def _register_autograd():
-    """Autograd of the operators of the wheel's libraries, as csrc/torch/library.cpp registers it in the extension."""
+def _register_autograd() -> torch.library.Library:
+    """Autograd of the operators of the wheel's library, as csrc/torch/library.cpp registers it in the extension. The
+    result keeps it registered."""
 
-    def setup(ctx, inputs, output):
-        tensors, options = inputs[:6], Options(*inputs[6:])
-        options = options._replace(residual_dtype=reference.z_dtype(tensors[1], options))
-        y, z, stats = output
-        _save(ctx, tensors, options, None if options.residual_dtype is None else z, stats)
-        ctx.mark_non_differentiable(stats, *([z] if options.residual_dtype is None else []))
+    def redispatched(keys, arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _ops.norm_forward.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
-    def backward(ctx, grad_y, grad_z, _):
-        return *_gradients(ctx, grad_y, grad_z), *[None] * (1 + len(Options._fields))
+    class OperatorFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            *arguments, keys = arguments
+            y, z, stats = redispatched(keys, arguments)
+            tensors, options = arguments[:6], Options(*arguments[6:])
+            options = options._replace(residual_dtype=reference.z_dtype(tensors[1], options))
+            has_z = options.residual_dtype is not None
+            _save(ctx, tensors, options, z if has_z else None, stats)
+            ctx.mark_non_differentiable(stats, *([] if has_z and any(ctx.needs_input_grad[:3]) else [z]))
+            return y, z, stats
+
+        @staticmethod
+        def backward(ctx, grad_y, grad_z, _):
+            return *_gradients(ctx, grad_y, grad_z), *[None] * (2 + len(Options._fields))
+
+    def forward(keys, *arguments):
+        given = [t for t in arguments[:5] if t is not None]
+        if any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in given):
+            raise NotImplementedError("torch.ops.fused_layernorm.norm_forward has no forward-mode derivative; the "
+                                      "functions of fused_layernorm have one")  # fmt: skip
+        return OperatorFunction.apply(*arguments, keys) if _wants_gradients(given) else redispatched(keys, arguments)
 
     def refuse(ctx, *gradients):
-        raise RuntimeError("torch.ops.fused_layernorm.norm_backward is not differentiable; the functions of "
-                           "fused_layernorm have double backward")  # fmt: skip
+        raise RuntimeError("the derivative of torch.ops.fused_layernorm.norm_backward is not implemented; the "
+                           "functions of fused_layernorm have double backward")  # fmt: skip
 
-    torch.library.register_autograd(_ops.norm_forward, backward, setup_context=setup)
+    library = torch.library.Library("fused_layernorm", "IMPL")
+    library.impl(_ops.norm_forward, forward, "Autograd", with_keyset=True)
     torch.library.register_autograd(_ops.norm_backward, refuse)
+    return library
 
 
 def _record(x, residual, gate, weight, bias, options):
@@ -758,5 +781,5 @@ def _record(x, residual, gate, weight, bias, options):
 
 
 if _ops.norm_forward is not None and _ops.extension is None:
-    _register_autograd()
+    _autograd = _register_autograd()
 _ops.set_callbacks(_norm, _record)

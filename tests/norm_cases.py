@@ -407,8 +407,12 @@ def ones(*shape, dtype=fp32, device="cpu"):
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-# The node of plain eager mode: in C++, or where the wheel's libraries are all there is in Python
+# The nodes of plain eager mode and of the operator: one in C++, or with the wheel's library alone two in Python
 NODE = "FusedNormBackward" if _backend.extension else "NormFunctionBackward"
+OPERATOR_NODE = "FusedNormBackward" if _backend.extension else "OperatorFunctionBackward"
+NEEDS_EXTENSION = pytest.mark.skipif(
+    _backend.library is not None, reason="of the node in C++; the wheel's library alone has it in Python"
+)
 
 
 def uses_kernels(device):

@@ -25,6 +25,9 @@ from norm_cases import (
     ADD_OPS,
     ARGUMENTS,
     DTYPE_NAMES,
+    NEEDS_EXTENSION,
+    NODE,
+    OPERATOR_NODE,
     OPS,
     Case,
     Fusion,
@@ -335,8 +338,10 @@ def test_add_in_the_graph(device, op, path):
     weight = torch.randn(50, device=device, requires_grad=True)
     with through(path):
         y, z = ADD_OPS[op](x, residual, weight)
-    assert y.grad_fn is z.grad_fn and y.grad_fn.name() == type(y.grad_fn).__name__ == "FusedNormBackward"
-    assert [edge[0] is None for edge in y.grad_fn.next_functions] == [False, False, True, False, True]
+    name = {"node": NODE, "operator": OPERATOR_NODE}[path]
+    assert y.grad_fn is z.grad_fn and y.grad_fn.name() == type(y.grad_fn).__name__ == name
+    edges = [False, False, True, False, True] if name == "FusedNormBackward" else [False, False, False]
+    assert [edge[0] is None for edge in y.grad_fn.next_functions] == edges
     seen = []
     y.grad_fn.register_hook(lambda inputs, outputs: seen.append("after"))
     handle = z.register_hook(lambda gradient: seen.append("residual_out") or 2 * gradient)
@@ -378,6 +383,7 @@ def test_add_compiled_autograd(device, op, dropout_p):
             check_add(case, tensors, *gradients, plain)
 
 
+@NEEDS_EXTENSION
 @on_devices("op", OPS, devices=("cpu",))
 def test_add_profiler(device, op):
     """a profile shows the call and its backward"""
@@ -1573,11 +1579,13 @@ WEIGHTS = {  # name: (weight and bias from noise, whether y tells x)
 }
 
 
+@NEEDS_EXTENSION
 @on_devices("op,name,dtype", [(op, name, dtype) for op in OPS for name in WEIGHTS for dtype in (bf16, fp32)])
 def test_memory_efficient(device, op, name, dtype):
     memory_efficient(device, op, name, dtype, dtype, (23, 130))
 
 
+@NEEDS_EXTENSION
 @on_devices("op,dtype,weight_dtype,shape", [
     (op, *dtypes, shape) for op in OPS
     for dtypes in ((bf16, bf16), (fp16, fp16), (bf16, fp32), (fp16, fp32), (fp32, fp32), (fp64, fp64))
@@ -1619,6 +1627,7 @@ def memory_efficient(device, op, name, dtype, weight_dtype, shape):
     assert name != "all zero" or found["weight"].any()
 
 
+@NEEDS_EXTENSION
 @on_devices("op", OPS)
 def test_memory_efficient_rule_follows_the_weight(device, op):
     """a weight changed in place is looked at again"""
@@ -1649,6 +1658,7 @@ def saves_x_of(norm, x):
     return x.data_ptr() in saved
 
 
+@NEEDS_EXTENSION
 @on_devices("op", OPS)
 def test_memory_efficient_looks_again(device, op):
     """another bias where the one before lay, the step of an optimizer that writes through .data, an y that would

@@ -5,6 +5,7 @@ as a kernel does. Into backward go the faults that a weak tolerance lets pass: c
 another row. A judge that passes one of them at any size, dtype or fusion is too weak.
 """
 
+import pytest
 import torch
 from norm_cases import (
     ACTIVATIONS,
@@ -26,7 +27,7 @@ from norm_cases import (
     z_of_fusion,
 )
 
-from fused_layernorm import _ops, reference
+from fused_layernorm import _backend, _ops, reference
 
 ROWS = (2, 2)  # samples, tokens
 HIDDEN_SIZES = (64, 256, 1024, 4096, 16384)
@@ -160,6 +161,8 @@ def wrong_outputs(drawn, given, found):
 @one_thread()
 def test_planted_faults_of_fusions(device, name, dtype):
     """each fault is judged wrong, and what has none right"""
+    if name == "memory_efficient" and _backend.library:
+        pytest.skip("the wheel's library alone saves x")
     passed = []
     for op in OPS if name not in ("llama", "gemma") else ("rms_norm",):
         for hidden_size in HIDDEN_SIZES:

@@ -121,7 +121,8 @@ bool wants_gradients(PyObject* const* arguments) {
 }
 
 // NormFunction's call, with the options as a tuple.
-PyObject* record(PyObject* const* arguments, const NormCall& call) {
+PyObject* record(PyObject* const* arguments, NormCall& call) {
+  if (call.has_load_stage()) call.residual_dtype = call.z_dtype();
   Py_ssize_t count = 0;
   NormOptions::for_each_option(call, [&](const char*, const auto&) { ++count; });
   const Owned options(PyTuple_New(count));

@@ -27,8 +27,12 @@
 #define TORCH_CHECK_TYPE TORCH_CHECK  // the C interface hands every exception on as a RuntimeError
 #define TORCH_CHECK_VALUE TORCH_CHECK
 
-// Of libtorch_cuda, and so absent from a torch without CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+extern "C" {
+// Of libtorch_cuda, and so null in a torch without CUDA.
+__attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+// Null before torch 2.13, which prints the message.
+__attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+}
 
 namespace at {
 
@@ -40,7 +44,9 @@ constexpr ScalarType kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16,
 namespace stable {
 
 inline void check(AOTITorchError error, const char* what) {
-  if (error != 0) throw std::runtime_error(std::string("torch could not do this: ") + what);
+  if (error == 0) return;
+  const char* why = torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : nullptr;
+  throw std::runtime_error(why ? why : std::string("torch could not do this: ") + what);
 }
 
 // torch's number of a dtype, and back; other dtypes than these are Undefined.
