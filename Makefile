@@ -9,6 +9,7 @@
 #   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
 #   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
 # make wheel: into dist/, for every torch from 2.11 on and every Python; with the CUDA kernels where nvcc is.
+# make nvcc: the CUDA compiler as Python packages, into the environment, for a CUDA torch on a machine without a toolkit.
 # make sdist: the sources as a package, into dist/.
 # make newcomer: a fresh clone, README's commands, the examples and the wheel, with their seconds (up to an hour).
 # make site: the documentation as HTML, in build/site; a warning, such as a link that leads nowhere, is an error.
@@ -41,7 +42,7 @@ CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu examples/*/csrc
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
-.PHONY: help test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel sdist \
+.PHONY: help test test-models fuzz audit tidy site bench build test-here test-models-here bench-here record wheel nvcc sdist \
   newcomer new-op lint format clean distclean
 
 test: $(TESTED)
@@ -91,6 +92,10 @@ record:
 wheel: $(TORCHED)
 	FUSED_LAYERNORM_WHEEL=1 PATH="$(abspath $(BIN)):$$PATH" \
 	  $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+nvcc: $(TORCHED)
+	cuda=$$($(BIN)/python -c "import torch; print(torch.version.cuda)") && $(BIN)/python -m pip install \
+	  "nvidia-cuda-nvcc==$$cuda.*" "nvidia-cuda-crt==$$cuda.*" "nvidia-nvvm==$$cuda.*" "nvidia-cuda-cccl==$$cuda.*"
 
 sdist: $(BUILT)
 	$(BIN)/python setup.py -q sdist --dist-dir dist

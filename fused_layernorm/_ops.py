@@ -48,7 +48,7 @@ def set_callbacks(fallback, record) -> None:
         extension.set_callbacks(fallback, reference.norm_backward, _watch_optimizers)
     elif calls:
         calls.setup(torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg, is_plain_eager, record, fallback,
-                    (norm_forward, norm_backward), reference.DTYPES)  # fmt: skip
+                    (norm_forward, norm_backward), reference.DTYPES, "cuda" in _backend.KERNEL_DEVICES)  # fmt: skip
     else:
         norm = fallback
 

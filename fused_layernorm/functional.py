@@ -670,7 +670,7 @@ class MainGradFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("accumulate_grad=True has first derivatives only: call the norm without it under "
                                "create_graph")  # fmt: skip
-        if torch._C._functorch.is_batchedtensor(grad_output):
+        if torch._C._functorch.is_legacy_batchedtensor(grad_output):  # of is_grads_batched
             raise RuntimeError("accumulate_grad=True adds one gradient of weight and bias to main_grad: call the norm "
                                "without it for a batch of gradients, or for tangents")  # fmt: skip
         _check_main_grad(ctx.name, ctx.parameter)

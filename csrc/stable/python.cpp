@@ -26,6 +26,7 @@ struct Callbacks {
   PyObject* fallback;            // functional._norm
   PyObject* operators;           // norm_forward, norm_backward
   PyObject* dtypes;              // torch's, in the order of kDtypes
+  PyObject* takes_cuda;          // False: CUDA tensors are the fallback's
 };
 Callbacks python{};
 constexpr at::ScalarType kDtypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
@@ -50,8 +51,8 @@ bool is_true(PyObject* result) {  // takes the reference
   return owned.object == Py_True;
 }
 
-// False where the dispatcher would do something before the operator: the negative bit, tensors of zeros without memory,
-// nested tensors.
+// False for tensors that the kernels do not read as they are: of another device, with the negative bit, zeros without
+// memory, nested.
 bool read(PyObject* object, Tensor& tensor) {
   static PyObject* const is_nested = PyUnicode_InternFromString("is_nested");
   if (object == Py_None) return true;
@@ -63,7 +64,8 @@ bool read(PyObject* object, Tensor& tensor) {
   AtenTensorHandle handle = nullptr;
   if (torch_tensor_from_pyobject(object, &handle) != 0) return false;
   tensor = Tensor(handle);
-  return tensor.is_dense() && has_memory(tensor);
+  const bool is_here = tensor.is_cpu() || (tensor.is_cuda() && python.takes_cuda == Py_True);
+  return is_here && tensor.is_dense() && has_memory(tensor);
 }
 
 bool read(PyObject* object, OptionalDtype& dtype) {
@@ -253,8 +255,8 @@ PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count)
 // setup(): the fields of Callbacks, in their order.
 PyObject* setup(PyObject*, PyObject* arguments) {
   Callbacks given{};
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &given.tensor, &given.parameter, &given.is_neg, &given.is_plain_eager,
-                        &given.record, &given.fallback, &given.operators, &given.dtypes))
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOO", &given.tensor, &given.parameter, &given.is_neg, &given.is_plain_eager,
+                        &given.record, &given.fallback, &given.operators, &given.dtypes, &given.takes_cuda))
     return nullptr;
   if (!torch_tensor_from_pyobject || !torch_tensor_to_pyobject) {
     PyErr_SetString(PyExc_ImportError, "this torch has no conversions for tensors of Python");
