@@ -101,7 +101,7 @@ def fused_layer_norm(
             step; a change that neither shows (a write through ``.data``, or into a buffer that weight is a view of)
             must not make a column fail. While a graph is captured there is no look, and x is saved. Saves memory where
             the next operation saves y too, and nothing else holds x. Without effect under `torch.compile`, which
-            chooses itself what it saves.
+            chooses itself what it saves, and where a wheel is installed and no extension.
         accumulate_grad: default False; backward adds the gradients of weight and bias to the float32 buffers
             ``weight.main_grad`` and ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the
             parameter (Megatron's contract). What `.grad` receives is zeros, so that hooks still run. First derivatives

@@ -95,7 +95,7 @@ def test_cpu_extension_alone(fake):
 
 def test_no_extension_is_the_reference(fake):
     loaded = load_silently()
-    assert loaded == (None, "reference", loaded.reason, None, None, None)
+    assert loaded == _backend._Loaded(None, "reference", loaded.reason, None, None)
     assert loaded.reason
 
 
