@@ -52,143 +52,165 @@ constexpr bool kKeepsBias = Plan::kVecs <= 4;
 template <typename Plan>
 constexpr int kSlicePitch = Plan::kThreads * Plan::kVecs * 16 + 128;
 
-// Beside the warps that sum and write, one producer warp issues bulk copies of slices, and one warp merges the sums of
-// warps and blocks. They synchronize row by row through mbarriers.
-//
-// next_row: a counter in global memory, initially 0; nullptr: rows are assigned round-robin. The bits of a row do not
-// depend on its cluster.
-template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
-    norm_forward_stream_kernel(const __grid_constant__ KernelForwardParams params, float inverse_n,
-                               unsigned* next_row) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kPitch = kSlicePitch<Plan>;
-  constexpr int kExchangeSlots = kExchanges<Plan>;
-  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;  // as in norm_forward.cu
-  static_assert(kExchangeSlots >= Plan::kDelay + 3 && Plan::kDepth > Plan::kDelay && Plan::kDelay > 0);
-  using Row = RowThreads<kThreads, 1>;
-  using Vec = RawVec<scalar_t, kVec>;
-  extern __shared__ __align__(128) uint4 ring_memory[];
-  __shared__ uint64_t claimed[Plan::kDepth], arrived[Plan::kDepth], released[Plan::kDepth];
-  __shared__ int64_t claims[Plan::kDepth];          // by the first block
-  __shared__ int64_t rows[Plan::kDepth];            // in the ring; -1: the end
-  __shared__ unsigned slice_offsets[Plan::kDepth];  // alignment of a slice in its slot
-  __shared__ uint64_t summed[kExchangeSlots], exchanged[kExchangeSlots], finished[kExchangeSlots];
-  alignas(16) __shared__ Moments<float> warp_parts[kExchangeSlots][Row::kWarps];
-  alignas(16) __shared__ Moments<float> block_parts[kExchangeSlots][kMaxCluster];
-  __shared__ RowNorm<float> norms[kExchangeSlots];
-
-  const int blocks = cluster_size();
-  const int64_t first_row = blockIdx.x / blocks, row_step = gridDim.x / blocks;
-  const Slice slice = Slice::of<kVec>(params.hidden_size);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = threadIdx.x % 32;
-  const unsigned memory = shared_address(ring_memory);
-  const unsigned claimed_at = shared_address(claimed);
-  const unsigned arrived_at = shared_address(arrived), released_at = shared_address(released);
-  const unsigned summed_at = shared_address(summed), exchanged_at = shared_address(exchanged);
-  const unsigned finished_at = shared_address(finished);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Plan::kDepth; ++i) {
-      init_barrier(claimed_at + 8 * i, 1);
-      init_barrier(arrived_at + 8 * i, 1);
-      init_barrier(released_at + 8 * i, Row::kWarps * kWarpArrivals);
-    }
-    for (int i = 0; i < kExchangeSlots; ++i) {
-      init_barrier(summed_at + 8 * i, Row::kWarps);
-      init_barrier(exchanged_at + 8 * i, 1);
-      init_barrier(finished_at + 8 * i, kWarpArrivals);
-    }
-    fence_barrier_init();
-  }
-  cluster_sync();
-
-  // The slot of the ring, and the parity of its phase
-  int slot = 0;
+// A slot of the ring, and the parity of its phase.
+template <int kDepth>
+struct RingSlot {
   unsigned parity = 0;
-  const auto next_slot = [&] {
-    if (++slot == Plan::kDepth) {
+  int slot = 0;
+
+  __device__ void next() {
+    if (++slot == kDepth) {
       slot = 0;
       parity ^= 1;
     }
-  };
-  // The exchange of a block's `iteration`-th row
-  const auto exchange_of = [](unsigned iteration) { return iteration % kExchangeSlots; };
-  const auto parity_of = [](unsigned iteration) { return iteration / kExchangeSlots % 2; };
+  }
+};
 
-  if (warp == Row::kWarps) {
-    // Load
-    if (lane > 0) return;
+// A block: what all its warps know. The ring and the arrays are shared memory.
+template <typename scalar_t, typename Plan>
+struct StreamBlock {
+  static constexpr int kThreads = Plan::kThreads, kVec = Plan::kVec, kWarps = kThreads / 32, kDepth = Plan::kDepth;
+  static constexpr int kPitch = kSlicePitch<Plan>, kExchangeSlots = kExchanges<Plan>;
+  static_assert(kExchangeSlots >= Plan::kDelay + 3 && kDepth > Plan::kDelay && Plan::kDelay > 0);
+
+  const KernelForwardParams& params;
+  float inverse_n;
+  const uint4* ring_memory;
+  int64_t (&claims)[kDepth];          // by the first block
+  int64_t (&rows)[kDepth];            // in the ring; -1: the end
+  unsigned (&slice_offsets)[kDepth];  // alignment of a slice in its slot
+  Moments<float> (&warp_parts)[kExchangeSlots][kWarps];
+  Moments<float> (&block_parts)[kExchangeSlots][kMaxCluster];
+  RowNorm<float> (&norms)[kExchangeSlots];
+  // Barriers of each slot, and of each exchange (shared addresses)
+  unsigned claimed, arrived, released, summed, exchanged, finished;
+
+  int blocks = cluster_size();
+  int64_t first_row = blockIdx.x / blocks, row_step = gridDim.x / blocks;
+  Slice slice = Slice::of<kVec>(params.hidden_size);
+  int warp = static_cast<int>(threadIdx.x) / 32, lane = threadIdx.x % 32;
+  unsigned memory = shared_address(ring_memory);
+
+  // Called by one thread; ready after the next barrier of the cluster.
+  __device__ void init_barriers() const {
+    for (int i = 0; i < kDepth; ++i) {
+      init_barrier(claimed + 8 * i, 1);
+      init_barrier(arrived + 8 * i, 1);
+      init_barrier(released + 8 * i, kWarps * kWarpArrivals);
+    }
+    for (int i = 0; i < kExchangeSlots; ++i) {
+      init_barrier(summed + 8 * i, kWarps);
+      init_barrier(exchanged + 8 * i, 1);
+      init_barrier(finished + 8 * i, kWarpArrivals);
+    }
+    fence_barrier_init();
+  }
+
+  // The exchange of a block's `iteration`-th row
+  __device__ static unsigned exchange_of(unsigned iteration) { return iteration % kExchangeSlots; }
+  __device__ static unsigned parity_of(unsigned iteration) { return iteration / kExchangeSlots % 2; }
+
+  // Load, by one thread: claims rows, and issues the bulk copies of their slices.
+  __device__ __forceinline__ void produce(unsigned* next_row) {
     const unsigned bytes = 16 * slice.vecs;
     const char* x = reinterpret_cast<const char*>(static_cast<const scalar_t*>(params.x) + slice.first_col);
     const bool claims_rows = next_row && cluster_rank() == 0;
     int64_t next = claims_rows ? atomicAdd(next_row, 1u) : 0;  // requested early, to overlap the waits
+    RingSlot<kDepth> ring;
     for (int64_t row = first_row;; row += row_step) {
-      wait_barrier(released_at + 8 * slot, parity ^ 1);
+      const int slot = ring.slot;
+      const unsigned parity = ring.parity;
+      wait_barrier(released + 8 * slot, parity ^ 1);
       if (claims_rows) {
         // All blocks have read the previous claim of this slot: this block has their sums of that row
-        for (int peer = 0; peer < blocks; ++peer) send_to_peer(&claims[slot], claimed_at + 8 * slot, peer, next);
+        for (int peer = 0; peer < blocks; ++peer) send_to_peer(&claims[slot], claimed + 8 * slot, peer, next);
         if (next < params.rows) next = atomicAdd(next_row, 1u);
       }
       if (next_row) {
-        expect_bytes(claimed_at + 8 * slot, sizeof(claims[slot]));
-        wait_barrier(claimed_at + 8 * slot, parity);
+        expect_bytes(claimed + 8 * slot, sizeof(claims[slot]));
+        wait_barrier(claimed + 8 * slot, parity);
         row = claims[slot];
       }
       if (row >= params.rows) {
         rows[slot] = -1;
-        arrive_barrier(arrived_at + 8 * slot);
+        arrive_barrier(arrived + 8 * slot);
         break;
       }
       const char* source = x + params.x_strides.offset(row) * static_cast<int64_t>(sizeof(scalar_t));
       const unsigned slice_offset = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 128);
       rows[slot] = row;
       slice_offsets[slot] = slice_offset;
-      expect_bytes(arrived_at + 8 * slot, bytes);
-      copy_bulk(memory + slot * kPitch + slice_offset, source, bytes, arrived_at + 8 * slot);
-      next_slot();
+      expect_bytes(arrived + 8 * slot, bytes);
+      copy_bulk(memory + slot * kPitch + slice_offset, source, bytes, arrived + 8 * slot);
+      ring.next();
     }
-  } else if (warp == Row::kWarps + 1) {
-    // Merge the sums of the warps; those of the other blocks one row behind
+  }
+
+  // Merges the sums that all blocks sent of row `row`, the `iteration`-th of the block, and publishes its statistics.
+  __device__ __forceinline__ void finish_exchange(unsigned iteration, int64_t row) const {
+    const unsigned exchange = exchange_of(iteration);
+    wait_barrier(exchanged + 8 * exchange, parity_of(iteration));
+    Moments<float> part{};
+    if (lane % kMaxCluster < blocks) part = block_parts[exchange][lane % kMaxCluster];
+    const RowNorm<float> norm = finish_row(merge_moments<kMaxCluster>(part, inverse_n), inverse_n, params, row,
+                                           lane == 0 && cluster_rank() == 0);
+    if (lane == 0) norms[exchange] = norm;
+    arrive_of_warp(finished + 8 * exchange);
+  }
+
+  // Statistics, by one warp: merges the sums of the warps, sends them to all blocks, and finishes the row before.
+  __device__ __forceinline__ void merge_sums() {
     const float elements = static_cast<float>(slice.vecs * kVec);
     const float inverse_slice = quick_ratio(1.f, max(slice.vecs * kVec, 1));
-    const auto receive = [&](unsigned iteration, int64_t row) {
-      const unsigned exchange = exchange_of(iteration);
-      wait_barrier(exchanged_at + 8 * exchange, parity_of(iteration));
-      Moments<float> part{};
-      if (lane % kMaxCluster < blocks) part = block_parts[exchange][lane % kMaxCluster];
-      const RowNorm<float> norm = finish_row(merge_moments<kMaxCluster>(part, inverse_n), inverse_n, params, row,
-                                             lane == 0 && cluster_rank() == 0);
-      if (lane == 0) norms[exchange] = norm;
-      arrive_of_warp(finished_at + 8 * exchange);
-    };
+    RingSlot<kDepth> ring;
     unsigned iteration = 0;
     int64_t row_before = 0;
     for (;; ++iteration) {
-      wait_barrier(arrived_at + 8 * slot, parity);
-      const int64_t row = rows[slot];
+      wait_barrier(arrived + 8 * ring.slot, ring.parity);
+      const int64_t row = rows[ring.slot];
       if (row < 0) break;
-      next_slot();
+      ring.next();
       const unsigned exchange = exchange_of(iteration);
-      wait_barrier(summed_at + 8 * exchange, parity_of(iteration));
-      Moments<float> part = merge_moments<Row::kWarps>(warp_parts[exchange][lane % Row::kWarps], inverse_slice);
+      wait_barrier(summed + 8 * exchange, parity_of(iteration));
+      Moments<float> part = merge_moments<kWarps>(warp_parts[exchange][lane % kWarps], inverse_slice);
       part.n = elements;
-      if (lane == 0) expect_bytes(exchanged_at + 8 * exchange, blocks * static_cast<unsigned>(sizeof(part)));
-      if (lane < blocks) send_to_peer(&block_parts[exchange][cluster_rank()], exchanged_at + 8 * exchange, lane, part);
-      if (iteration > 0) receive(iteration - 1, row_before);
+      if (lane == 0) expect_bytes(exchanged + 8 * exchange, blocks * static_cast<unsigned>(sizeof(part)));
+      if (lane < blocks) send_to_peer(&block_parts[exchange][cluster_rank()], exchanged + 8 * exchange, lane, part);
+      if (iteration > 0) finish_exchange(iteration - 1, row_before);
       row_before = row;
     }
     // A block must not exit while others send to it
-    if (iteration > 0) receive(iteration - 1, row_before);
-  } else {
-    const int rank = threadIdx.x;
-    const bool full = slice.vecs == kThreads * kVecs;
-    const auto has = [&](int v) { return v * kThreads + rank < slice.vecs; };
-    const int64_t own_col = slice.first_col + rank * kVec;
-    RawVec<weight_t, kVec> weight[kVecs], bias[kKeepsBias<Plan> ? kVecs : 1];
-    const auto load_bias = [&](int v) {
-      if (!params.bias || !has(v)) return zero_vec<weight_t, kVec>();
-      return load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.bias) + own_col + v * kThreads * kVec);
-    };
+    if (iteration > 0) finish_exchange(iteration - 1, row_before);
+  }
+};
+
+// The work of a consumer thread on its columns. plain: y of x's type, no weight_offset.
+template <typename scalar_t, typename weight_t, typename Plan>
+struct StreamRows : StreamBlock<scalar_t, Plan> {
+  using Block = StreamBlock<scalar_t, Plan>;
+  using Block::params, Block::slice, Block::rows, Block::kThreads, Block::kVec;
+  static constexpr int kVecs = Plan::kVecs;
+  static constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;  // as in forward_kernel.cuh
+  using Row = RowThreads<kThreads, 1>;
+  using Vec = RawVec<scalar_t, kVec>;
+  using Weights = RawVec<weight_t, kVec>[kVecs];
+  using Biases = RawVec<weight_t, kVec>[kKeepsBias<Plan> ? kVecs : 1];
+
+  Weights& weight;  // a member array would keep the compiler from splitting this object into registers early
+  Biases& bias;
+  int rank = threadIdx.x;
+  int64_t own_col = slice.first_col + rank * kVec;
+  float weight_offset;
+  int sampled;
+  float held;
+
+  __device__ bool has(int v) const { return v * kThreads + rank < slice.vecs; }
+  __device__ RawVec<weight_t, kVec> load_bias(int v) const {
+    if (!params.bias || !has(v)) return zero_vec<weight_t, kVec>();
+    return load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.bias) + own_col + v * kThreads * kVec);
+  }
+  __device__ __forceinline__ StreamRows(const Block& block, Weights& weight, Biases& bias)
+      : Block(block), weight(weight), bias(bias) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       weight[v] = one_vec<weight_t, kVec>();
@@ -197,96 +219,108 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
             load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.weight) + own_col + v * kThreads * kVec);
       if constexpr (kKeepsBias<Plan>) bias[v] = load_bias(v);
     }
-    const float weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0.f;
-    const int sampled = slice.warp_elements<kThreads, kVec>(kSample);
-    const float held = static_cast<float>(slice.warp_elements<kThreads, kVec>(kVecs));
-    const auto slice_at = [&](int slot) { return memory + slot * kPitch + slice_offsets[slot]; };
-    const auto read = [&](unsigned at, int v) {
-      Vec raw;
-      raw.words[0] = load_shared(at + 16 * (v * kThreads + rank));
-      return raw;
-    };
+    weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0.f;
+    sampled = slice.template warp_elements<kThreads, kVec>(kSample);
+    held = static_cast<float>(slice.template warp_elements<kThreads, kVec>(kVecs));
+  }
 
-    // `all`: the slice is full, no vector needs a test.
-    const auto sum_up = [&](unsigned at, auto all) {
-      Vec raw[kVecs];
-      float values[kVec];
+  __device__ unsigned slice_at(int slot) const {
+    return this->memory + slot * this->kPitch + this->slice_offsets[slot];
+  }
+  __device__ Vec read(unsigned at, int v) const {
+    Vec raw;
+    raw.words[0] = load_shared(at + 16 * (v * kThreads + rank));
+    return raw;
+  }
+
+  // The sums of this warp's part of a slice. `all`: the slice is full, no vector needs a test.
+  template <typename All>
+  __device__ __forceinline__ Moments<float> sum_up(unsigned at, All all) const {
+    Vec raw[kVecs];
+    float values[kVec];
 #pragma unroll
-      for (int v = 0; v < kVecs; ++v) raw[v] = all || has(v) ? read(at, v) : zero_vec<scalar_t, kVec>();
-      Moments<float> part{held, 0, 0, 0};
-      if (!params.is_rms_norm) {
-        float sum = 0;
+    for (int v = 0; v < kVecs; ++v) raw[v] = all || has(v) ? read(at, v) : zero_vec<scalar_t, kVec>();
+    Moments<float> part{held, 0, 0, 0};
+    if (!params.is_rms_norm) {
+      float sum = 0;
 #pragma unroll
-        for (int v = 0; v < kSample; ++v) {
-          unpack(raw[v], values);
-          sum += vec_sum(values);
-        }
-        sum = Row::warp_sum(sum);
-        unpack(raw[0], values);
-        const float first = __shfl_sync(0xffffffffu, values[0], 0);
-        if (sampled > 0) part.m = snapped(quick_ratio(sum, sampled), first);
-      }
-      optimization_barrier(raw);
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
-        if (!all && !has(v)) continue;
+      for (int v = 0; v < kSample; ++v) {
         unpack(raw[v], values);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] -= part.m;
-        part.add(values);
+        sum += vec_sum(values);
       }
-      part.c = Row::warp_sum(part.c);
-      part.q = Row::warp_sum(part.q);
-      return part;
-    };
-    // plain: y of x's type, no weight_offset
-    const auto write = [&](unsigned at, const RowNorm<float>& norm, int64_t y_index, auto all, auto plain) {
-      optimization_barrier(weight);  // or the widened values are kept, in twice the registers
-      if constexpr (kKeepsBias<Plan>) optimization_barrier(bias);
+      sum = Row::warp_sum(sum);
+      unpack(raw[0], values);
+      const float first = __shfl_sync(0xffffffffu, values[0], 0);
+      if (sampled > 0) part.m = snapped(quick_ratio(sum, sampled), first);
+    }
+    optimization_barrier(raw);
 #pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
-        if (!all && !has(v)) continue;
-        float values[kVec], scale[kVec], offset[kVec];
-        unpack(weight[v], scale);
-        unpack(kKeepsBias<Plan> ? bias[kKeepsBias<Plan> ? v : 0] : load_bias(v), offset);
-        unpack(read(at, v), values);
-        if (!plain) {
+    for (int v = 0; v < kVecs; ++v) {
+      if (!all && !has(v)) continue;
+      unpack(raw[v], values);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
-        }
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-        if (plain || params.y_dtype == dtype_of<scalar_t>) {
-          store_vec(static_cast<scalar_t*>(params.y) + y_index + v * kThreads * kVec, values);
-        } else {
-          store_vec_as(params.y, params.y_dtype, y_index + v * kThreads * kVec, values, kVec, true);
-        }
-      }
-    };
-    const bool plain = params.y_dtype == dtype_of<scalar_t> && weight_offset == 0;
+      for (int i = 0; i < kVec; ++i) values[i] -= part.m;
+      part.add(values);
+    }
+    part.c = Row::warp_sum(part.c);
+    part.q = Row::warp_sum(part.q);
+    return part;
+  }
 
-    unsigned iteration = 0, written = 0;  // rows summed, rows written
+  // Store: writes this thread's part of a slice as y.
+  template <typename All, typename Plain>
+  __device__ __forceinline__ void write(unsigned at, const RowNorm<float>& norm, int64_t y_index, All all,
+                                        Plain plain) {
+    optimization_barrier(weight);  // or the widened values are kept, in twice the registers
+    if constexpr (kKeepsBias<Plan>) optimization_barrier(bias);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      if (!all && !has(v)) continue;
+      float values[kVec], scale[kVec], offset[kVec];
+      unpack(weight[v], scale);
+      unpack(kKeepsBias<Plan> ? bias[kKeepsBias<Plan> ? v : 0] : load_bias(v), offset);
+      unpack(read(at, v), values);
+      if (!plain) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+      if (plain || params.y_dtype == dtype_of<scalar_t>) {
+        store_vec(static_cast<scalar_t*>(params.y) + y_index + v * kThreads * kVec, values);
+      } else {
+        store_vec_as(params.y, params.y_dtype, y_index + v * kThreads * kVec, values, kVec, true);
+      }
+    }
+  }
+
+  // Sums each slice as it arrives, and writes the one of kDelay rows before.
+  __device__ __forceinline__ void run() {
+    const bool full = slice.vecs == kThreads * kVecs;
+    const bool plain = params.y_dtype == dtype_of<scalar_t> && weight_offset == 0;
+    RingSlot<Plan::kDepth> ring;
+    unsigned written = 0, iteration = 0;  // rows written, rows summed
     int writing = 0;                      // slot of the next row to write
     for (bool more = true; more || written < iteration;) {
       if (more) {
-        const unsigned exchange = exchange_of(iteration);
-        wait_barrier(arrived_at + 8 * slot, parity);
-        if (rows[slot] < 0) {
+        const unsigned exchange = this->exchange_of(iteration);
+        wait_barrier(this->arrived + 8 * ring.slot, ring.parity);
+        if (rows[ring.slot] < 0) {
           more = false;
           continue;
         }
-        const unsigned at = slice_at(slot);
+        const unsigned at = slice_at(ring.slot);
         const Moments<float> part = full ? sum_up(at, std::true_type{}) : sum_up(at, std::false_type{});
-        if (lane == 0) {
-          warp_parts[exchange][warp] = part;
-          arrive_barrier(summed_at + 8 * exchange);
+        if (this->lane == 0) {
+          this->warp_parts[exchange][this->warp] = part;
+          arrive_barrier(this->summed + 8 * exchange);
         }
-        next_slot();
+        ring.next();
         if (++iteration <= Plan::kDelay) continue;
       }
-      const unsigned exchange = exchange_of(written);
-      wait_barrier(finished_at + 8 * exchange, parity_of(written));
-      const RowNorm<float> norm = norms[exchange];
+      const unsigned exchange = this->exchange_of(written);
+      wait_barrier(this->finished + 8 * exchange, this->parity_of(written));
+      const RowNorm<float> norm = this->norms[exchange];
       const unsigned at = slice_at(writing);
       const int64_t y_index = rows[writing] * params.hidden_size + own_col;
       if (!plain) {
@@ -296,10 +330,58 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
       } else {
         write(at, norm, y_index, std::false_type{}, std::true_type{});
       }
-      arrive_of_warp(released_at + 8 * writing);
+      arrive_of_warp(this->released + 8 * writing);
       if (++writing == Plan::kDepth) writing = 0;
       ++written;
     }
+  }
+};
+
+// Beside the consumer warps, which sum and write, one producer warp loads slices, and one warp merges the sums of warps
+// and blocks. They synchronize row by row through mbarriers.
+//
+// next_row: a counter in global memory, initially 0; nullptr: rows are assigned round-robin. The bits of a row do not
+// depend on its cluster.
+template <typename scalar_t, typename weight_t, typename Plan>
+__global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
+    norm_forward_stream_kernel(const __grid_constant__ KernelForwardParams params, float inverse_n,
+                               unsigned* next_row) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint4 ring_memory[];
+  constexpr int kSlots = kExchanges<Plan>;
+  __shared__ uint64_t claimed[Plan::kDepth], arrived[Plan::kDepth], released[Plan::kDepth];
+  __shared__ int64_t claims[Plan::kDepth], rows[Plan::kDepth];
+  __shared__ unsigned slice_offsets[Plan::kDepth];
+  __shared__ uint64_t summed[kSlots], exchanged[kSlots], finished[kSlots];
+  alignas(16) __shared__ Moments<float> warp_parts[kSlots][Plan::kThreads / 32];
+  alignas(16) __shared__ Moments<float> block_parts[kSlots][kMaxCluster];
+  __shared__ RowNorm<float> norms[kSlots];
+  StreamBlock<scalar_t, Plan> block{params,
+                                    inverse_n,
+                                    ring_memory,
+                                    claims,
+                                    rows,
+                                    slice_offsets,
+                                    warp_parts,
+                                    block_parts,
+                                    norms,
+                                    shared_address(claimed),
+                                    shared_address(arrived),
+                                    shared_address(released),
+                                    shared_address(summed),
+                                    shared_address(exchanged),
+                                    shared_address(finished)};
+  if (threadIdx.x == 0) block.init_barriers();
+  cluster_sync();
+  if (block.warp == block.kWarps) {
+    if (block.lane == 0) block.produce(next_row);
+  } else if (block.warp == block.kWarps + 1) {
+    block.merge_sums();
+  } else {
+    using Rows = StreamRows<scalar_t, weight_t, Plan>;
+    typename Rows::Weights weight;
+    typename Rows::Biases bias;
+    Rows(block, weight, bias).run();
   }
 #endif
 }
