@@ -202,13 +202,4 @@ __device__ __forceinline__ void store_gradient(const KernelBackwardParams& param
   store_as(gradient, dtype, index, value);
 }
 
-// Reduces the `partials` partial sums at params.workspace, each of `sums` rows: grad_weight, grad_bias and, with a
-// gate, grad_gate.
-cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream);
-
-// Rows that the whole card shares (norm_huge.cu).
-bool is_huge_backward(const KernelBackwardParams& params);
-int64_t backward_huge_workspace(const KernelBackwardParams& params);
-cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_t stream);
-
 }  // namespace fused_layernorm

@@ -202,15 +202,4 @@ __device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inver
   return {mean, rstd, -mean_tail * rstd};
 }
 
-// Streams long rows through persistent clusters. Returns cudaErrorNotSupported for rows or cards without such a kernel;
-// the choice depends on hidden_size, dtypes and the card only, because the two kernels round differently.
-// params.workspace holds the counter from which clusters claim rows.
-constexpr int64_t kRowCounterBytes = sizeof(unsigned);
-cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream);
-
-// Rows that the whole card shares (norm_huge.cu).
-bool is_huge_forward(const KernelForwardParams& params);
-int64_t forward_huge_workspace(const KernelForwardParams& params);
-cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);
-
 }  // namespace fused_layernorm

@@ -16,6 +16,17 @@ constexpr int64_t kNoKernel = -1;  // as a workspace size: no kernel takes this 
 int64_t forward_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream);
 
+// norm_forward_long.cu: streams long rows through persistent clusters. Returns cudaErrorNotSupported for rows or cards
+// without such a kernel; the choice depends on hidden_size, dtypes and the card only, because the two kernels round
+// differently. params.workspace holds the counter from which clusters claim rows.
+constexpr int64_t kRowCounterBytes = sizeof(unsigned);
+cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream);
+
+// norm_huge.cu: rows that the whole card shares.
+bool is_huge_forward(const KernelForwardParams& params);
+int64_t forward_huge_workspace(const KernelForwardParams& params);
+cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);
+
 // The same with a load stage, without workspace. x may be 16-bit beside fp32 z; weight is of x's type or fp32.
 bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage);
 cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
@@ -57,6 +68,15 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
 // kernel, or kNoKernel.
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages);  // or kNoKernel
 cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
+
+// norm_backward.cu: reduces the `partials` partial sums at params.workspace, each of `sums` rows: grad_weight,
+// grad_bias and, with a gate, grad_gate.
+cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream);
+
+// norm_huge.cu: rows that the whole card shares.
+bool is_huge_backward(const KernelBackwardParams& params);
+int64_t backward_huge_workspace(const KernelBackwardParams& params);
+cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_t stream);
 
 // norm_backward_per_row.cu: per-row weights, which must be given; without workspace. `stages`: without dropout,
 // epilogue and from_y. Beside fp32 x, grad_output, weight, gate and the gated x may be 16-bit.

@@ -5,8 +5,9 @@
 //
 // A group of threads, or a cluster, holds each row in registers (forward_kernel.cuh, forward_*.cu). forward_rows.cuh
 // explains the statistics. Longer rows are streamed (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
-#include "forward_rows.cuh"
-#include "kernel_params.h"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "launch_plan.h"
 #include "launchers.h"
 

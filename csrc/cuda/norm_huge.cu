@@ -11,6 +11,7 @@
 #include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
+#include "launchers.h"
 #include "reduce.cuh"
 #include "vector_io.cuh"
 
