@@ -90,7 +90,7 @@ __device__ __forceinline__ RawVec<T, kVec> load_words(unsigned at) {
   RawVec<T, kVec> raw;
 #pragma unroll
   for (int i = 0; i < kVec / 4; ++i) {
-    const uint4 word = load_shared(at + i * kCount * 16);
+    const uint4 word = load_shared<uint4>(at + i * kCount * 16);
     memcpy(reinterpret_cast<char*>(&raw) + i * sizeof(word), &word, sizeof(word));
   }
   return raw;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activation.cuh"
+#include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
@@ -73,7 +74,7 @@ struct RowStaging {
     T elements[kVec] = {};
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
-      if (i < count) elements[i] = load_shared_element<T>(at + i * static_cast<int>(sizeof(T)));
+      if (i < count) elements[i] = load_shared<T>(at + i * static_cast<int>(sizeof(T)));
     memcpy(&raw, elements, sizeof(raw));
     return raw;
   }
@@ -83,7 +84,7 @@ struct RowStaging {
     memcpy(elements, &raw, sizeof(raw));
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
-      if (i < count) store_shared_element(at + i * static_cast<int>(sizeof(T)), elements[i]);
+      if (i < count) store_shared(at + i * static_cast<int>(sizeof(T)), elements[i]);
   }
 
   // The shared address of the element that drain() will copy to `target`.
@@ -107,13 +108,14 @@ struct RowStaging {
 #pragma unroll
       for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
         const int at = kWord * (word + rank);
-        if (at >= begin && at < end) *reinterpret_cast<uint4*>(first + at) = load_shared(memory + at * sizeof(T));
+        if (at >= begin && at < end)
+          *reinterpret_cast<uint4*>(first + at) = load_shared<uint4>(memory + at * sizeof(T));
       }
     }
     for (int index = rank; index < 2 * kWord; index += Row::kThreadsOfRow) {
       const int at = index < kWord ? index : max(end, begin) + index - kWord;
       if (at >= past && at < past + elements && (at < begin || at >= end))
-        first[at] = load_shared_element<T>(memory + at * static_cast<int>(sizeof(T)));
+        first[at] = load_shared<T>(memory + at * static_cast<int>(sizeof(T)));
     }
     if (kBulk && rank == 0) wait_for_bulk_stores();
   }

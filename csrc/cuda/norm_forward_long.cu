@@ -5,6 +5,7 @@
 // and written as y some rows later, when the sums of the other blocks are there. So x is read from memory once, and no
 // thread waits for an exchange. Clusters claim the next row when they have a free slot: memory is accessed almost
 // in order, and all clusters end together (benchmarks/tuning.md, "Persistent blocks drift apart").
+#include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
@@ -230,7 +231,7 @@ struct StreamRows : StreamBlock<scalar_t, Plan> {
   }
   __device__ Vec read(unsigned at, int v) const {
     Vec raw;
-    raw.words[0] = load_shared(at + 16 * (v * kThreads + rank));
+    raw.words[0] = load_shared<uint4>(at + 16 * (v * kThreads + rank));
     return raw;
   }
 

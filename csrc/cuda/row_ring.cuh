@@ -5,6 +5,7 @@
 #include <climits>
 #include <cstddef>
 
+#include "async.cuh"
 #include "backward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
@@ -299,15 +300,14 @@ struct RowRing {
                      : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row + group)) % 128) + group * pitch);
           if constexpr (Work::kMayAdd) {
             if (tensor >= 2) {
-              store_shared_element(more_entries() + 4 * ((tensor - 2) * kMaxDepth * kRows + slot * kRows + group), at);
+              store_shared(more_entries() + 4 * ((tensor - 2) * kMaxDepth * kRows + slot * kRows + group), at);
               continue;
             }
           }
           const unsigned entry = entries() + 16 * (slot * kRows + group) + 4 * tensor;
-          store_shared_element(entry, at);
-          store_shared_element(entry + 8, statistics[share]);
-          if (sizeof(scalar_t) == 4 && for_x)
-            store_shared_element(mean_tails() + 4 * (slot * kRows + group), mean_tail[share]);
+          store_shared(entry, at);
+          store_shared(entry + 8, statistics[share]);
+          if (sizeof(scalar_t) == 4 && for_x) store_shared(mean_tails() + 4 * (slot * kRows + group), mean_tail[share]);
         }
         if (iterations > 1) load_statistics(row + slice.row_step);
         const auto target_of = [&](const char* from, int group) {
@@ -369,7 +369,7 @@ struct RowRing {
                                                             source + vec * kVec);
         } else {
           for (int i = vec * kVec; i < min(vec * kVec + kVec, elements); ++i)
-            store_shared_element(target + i * static_cast<int>(sizeof(T)), __ldg(source + i));
+            store_shared(target + i * static_cast<int>(sizeof(T)), __ldg(source + i));
         }
       }
     };
@@ -404,7 +404,7 @@ struct RowRing {
   // The shared address of the row of grad_residual_out (which: 0) or of the gated x (1).
   __device__ unsigned more_entry(int of_slot, int group, int which) const {
     if constexpr (!kBulk) return start(of_slot, 2 + which) + group * pitch_of(2 + which);
-    return load_shared_element<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kRows + group));
+    return load_shared<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kRows + group));
   }
   // The `group`-th row of slot `of_slot`, which is row `row` of the tensor.
   __device__ Entry entry(const KernelBackwardParams& params, int of_slot, int row, int group) const {
@@ -412,7 +412,7 @@ struct RowRing {
     if constexpr (Work::kAlwaysAdds) residual = more_entry(of_slot, group, 0);
     if constexpr (Work::kHasGate) gated = more_entry(of_slot, group, 1);
     if constexpr (kBulk) {
-      const uint4 found = load_shared(entries() + 16 * (of_slot * kRows + group));
+      const uint4 found = load_shared<uint4>(entries() + 16 * (of_slot * kRows + group));
       return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual, gated};
     }
     const auto at = [&](int tensor) { return start(of_slot, tensor) + group * pitch_of(tensor); };
@@ -423,7 +423,7 @@ struct RowRing {
                                       int group) const {
     float mean_tail = 0;
     if constexpr (sizeof(scalar_t) == 4)
-      mean_tail = kBulk ? load_shared_element<float>(mean_tails() + 4 * (of_slot * kRows + group))
+      mean_tail = kBulk ? load_shared<float>(mean_tails() + 4 * (of_slot * kRows + group))
                         : static_cast<float>(load_stats<scalar_t>(params, row).mean_tail);
     const SavedStats<acc_type<scalar_t>> saved{entry.rstd, entry.mean, mean_tail};
     if constexpr (kAligned) return RowStats<scalar_t>(saved);  // rows of several elements
@@ -435,12 +435,12 @@ struct RowRing {
     RawVec<T, kVec> raw;
     if constexpr (kAligned) {
       using Word = typename RawVec<T, kVec>::Word;
-      raw.words[0] = load_shared_element<Word>(at + static_cast<int>(sizeof(Word)) * index);
+      raw.words[0] = load_shared<Word>(at + static_cast<int>(sizeof(Word)) * index);
     } else {
       T found[kVec] = {};
 #pragma unroll
       for (int i = 0; i < kVec; ++i)
-        if (i < count) found[i] = load_shared_element<T>(at + (index * kVec + i) * static_cast<int>(sizeof(T)));
+        if (i < count) found[i] = load_shared<T>(at + (index * kVec + i) * static_cast<int>(sizeof(T)));
       memcpy(&raw, found, sizeof(raw));
     }
     return raw;
@@ -512,14 +512,14 @@ struct SumExchange {
         expect_bytes(slots + slot + ready_at(), blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
       if (lane % 16 < blocks) send_to(target + slot, peer + slot + ready_at(), half);
     } else {
-      if (lane % 16 == 0) store_shared_element(target + slot, half);
+      if (lane % 16 == 0) store_shared(target + slot, half);
       arrive_of_warp(slots + slot + ready_at());
     }
   }
   __device__ Pair<T> collect(unsigned iteration) {
     const unsigned slot = slots + iteration % kSlots * static_cast<unsigned>(sizeof(Slot));
     wait_barrier(slot + ready_at(), iteration / kSlots % 2);
-    const Pair<T>* sums = static_cast<const Pair<T>*>(__cvta_shared_to_generic(slot));
+    const Pair<T>* sums = shared_pointer<const Pair<T>>(slot);
     if constexpr (!Plan::kClusters) return sum_of_warps<kWarps>(sums);
     // The same sum in fewer steps if the other slots are empty
     if (kMostSums > 8 && blocks * kWarps <= 8) return sum_of_cluster<8>(sums);
