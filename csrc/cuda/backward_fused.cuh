@@ -738,9 +738,9 @@ struct Residence {
 constexpr int kRingKinds = 6;  // 2 to 4 tensors, with gradients of z's type or narrower
 
 template <typename scalar_t, typename Plan, Family family>
-cudaError_t residence_of(int device, const DeviceFacts& facts, int cluster, int slot_bytes, int ring_kind,
-                         Residence& residence) {
+cudaError_t residence_of(const DeviceFacts& facts, int cluster, int slot_bytes, int ring_kind, Residence& residence) {
   constexpr int kDevices = 16;
+  const int device = facts.device;
   static std::atomic<uint64_t> known[kDevices][kMaxCluster + 1][kRingKinds];
   static OncePerDevice allowed;
   const auto kernel = norm_backward_fused_kernel<scalar_t, Plan, family>;
@@ -805,9 +805,8 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
 
 template <typename scalar_t, typename Plan, Family family>
 cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call) {
-  int device = 0;
   DeviceFacts facts;
-  cudaError_t error = device_facts(device, facts);
+  cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
   // Rows longer than a block holds go to a cluster, whatever the number of rows, so that the order of a row's sums is
@@ -830,7 +829,7 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   if (slot_bytes == 0) return cudaSuccess;  // the plan has no such path
   const int ring_kind = tensors - 2 + (stages.grad_output_dtype == params.x_dtype ? 0 : 3);
   Residence residence;
-  error = residence_of<scalar_t, Plan, family>(device, facts, cluster, slot_bytes, ring_kind, residence);
+  error = residence_of<scalar_t, Plan, family>(facts, cluster, slot_bytes, ring_kind, residence);
   if (error != cudaSuccess || residence.clusters == 0) return error;
   call.running = running_clusters<Plan>(params, residence);
   if (!call.launches) return cudaSuccess;
@@ -859,9 +858,8 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
       (is_ragged && (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue)))
     return cudaSuccess;
   const auto launch = [&](auto family, auto ladder) {
-    int device = 0;
     DeviceFacts facts;
-    const cudaError_t error = device_facts(device, facts);
+    const cudaError_t error = device_facts(facts);
     if (error != cudaSuccess) return error;
     return pick_plan(ladder, params.hidden_size, facts.max_cluster, [&](auto plan) {
       return fused_by_plan<scalar_t, decltype(plan), decltype(family)::value>(params, stages, call);

@@ -14,11 +14,12 @@ namespace fused_layernorm {
 
 // Properties of the current device; queried once a device.
 struct DeviceFacts {
+  int device = 0;
   int multiprocessors = 0;
   int max_cluster = 1;   // blocks; 1 if the device, or the code compiled for it, has no clusters
   int shared_bytes = 0;  // shared memory that a block may have
 };
-cudaError_t device_facts(int& device, DeviceFacts& facts);  // launch.cu
+cudaError_t device_facts(DeviceFacts& facts);  // launch.cu
 
 // The number of blocks that share a row of vec_count vectors: as many as hold it at once, and 16 if more than 8.
 template <typename Plan>

@@ -617,9 +617,8 @@ cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage
 
 template <typename scalar_t>
 cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) {
-  int device = 0;
   DeviceFacts facts;
-  const cudaError_t error = device_facts(device, facts);
+  const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
   const auto launch_plan = [&](auto plan) {
     using Plan = decltype(plan);
@@ -638,7 +637,7 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
     int cluster = 1;
     if constexpr (Plan::kClusters) {
       static OncePerDevice allowed;
-      const cudaError_t error = allowed.run(device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
+      const cudaError_t error = allowed.run(facts.device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
       if (error != cudaSuccess) return error;
       cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
     }

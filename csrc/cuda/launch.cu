@@ -24,6 +24,7 @@ __global__ void probe_kernel() {}  // whose attributes tell which architecture t
 cudaError_t ask_device(int device, DeviceFacts& facts) {
   int major = 0;
   cudaFuncAttributes code{};
+  facts.device = device;
   cudaError_t error = cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess)
@@ -675,11 +676,12 @@ void backward(const NormBackwardParams& params, Sequence& run) {
 
 }  // namespace
 
-cudaError_t device_facts(int& device, DeviceFacts& facts) {
+cudaError_t device_facts(DeviceFacts& facts) {
   constexpr int kDevices = 64;
   static DeviceFacts known[kDevices];
   static std::once_flag once[kDevices];
   static cudaError_t errors[kDevices];
+  int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if (device >= kDevices) return ask_device(device, facts);

@@ -391,9 +391,8 @@ SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
 // Calls f(types, plan, launch).
 template <typename F>
 cudaError_t dispatch_split(const KernelBackwardParams& params, F&& f) {
-  int device = 0;
   DeviceFacts facts;
-  const cudaError_t error = device_facts(device, facts);
+  const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
   return dispatch_type(params.x_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;

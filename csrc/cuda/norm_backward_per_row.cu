@@ -183,8 +183,8 @@ cudaError_t launch_backward_per_row(const KernelBackwardParams& params, const Gr
   compare(params.grad_input, stage.grad_input_dtype);
   compare(stage.gate, stage.grad_input_dtype);
   compare(stage.grad_residual, stage.grad_residual_dtype);
-  const auto launch = [&](auto zero) {
-    using scalar_t = decltype(zero);
+  return dispatch_type(params.x_dtype, [&](auto types) {
+    using scalar_t = typename decltype(types)::scalar_t;
     const auto launch_plan = [&](auto plan) {
       using Plan = decltype(plan);
       constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
@@ -202,14 +202,7 @@ cudaError_t launch_backward_per_row(const KernelBackwardParams& params, const Gr
     if (params.hidden_size % (16 / least) != 0)
       return dispatch_plan<RaggedPerRowLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
     return dispatch_plan<PerRowLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
-  };
-  switch (params.x_dtype) {
-    case DType::kFloat16: return launch(__half{});
-    case DType::kBFloat16: return launch(__nv_bfloat16{});
-    case DType::kFloat32: return launch(float{});
-    case DType::kFloat64: return launch(double{});
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace fused_layernorm

@@ -5,9 +5,7 @@
 //
 // A group of threads, or a cluster, holds each row in registers (forward_kernel.cuh, forward_*.cu). forward_rows.cuh
 // explains the statistics. Longer rows are streamed (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "dispatch.cuh"
 #include "launch_plan.h"
 #include "launchers.h"
 
@@ -42,13 +40,8 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;
   }
-  switch (params.x_dtype) {
-    case DType::kFloat16: return launch_rows<__half>(params, stream);
-    case DType::kBFloat16: return launch_rows<__nv_bfloat16>(params, stream);
-    case DType::kFloat32: return launch_rows<float>(params, stream);
-    case DType::kFloat64: return launch_rows<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.x_dtype,
+                       [&](auto types) { return launch_rows<typename decltype(types)::scalar_t>(params, stream); });
 }
 
 bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage) {

@@ -406,7 +406,7 @@ int clusters_at_once(Kernel kernel, const DeviceFacts& facts, int threads, int b
 }
 
 template <typename scalar_t, typename weight_t, typename Plan>
-cudaError_t launch_plan(const KernelForwardParams& params, int device, const DeviceFacts& facts, cudaStream_t stream) {
+cudaError_t launch_plan(const KernelForwardParams& params, const DeviceFacts& facts, cudaStream_t stream) {
   constexpr int kDevices = 64, kThreads = kStreamThreads<Plan>, kBytes = Plan::kDepth * kSlicePitch<Plan>;
   static std::atomic<int> known[kDevices][kMaxCluster + 1];  // 0: unknown, else 1 + clusters
   const int64_t tile = Plan::kThreads * Plan::kVecs * Plan::kVec;
@@ -415,10 +415,10 @@ cudaError_t launch_plan(const KernelForwardParams& params, int device, const Dev
   if (cluster > facts.max_cluster || params.hidden_size % Plan::kVec != 0) return cudaErrorNotSupported;
 
   const auto kernel = norm_forward_stream_kernel<scalar_t, weight_t, Plan>;
-  int clusters = device < kDevices ? known[device][cluster].load(std::memory_order_acquire) - 1 : -1;
+  int clusters = facts.device < kDevices ? known[facts.device][cluster].load(std::memory_order_acquire) - 1 : -1;
   if (clusters < 0) {
     clusters = clusters_at_once(kernel, facts, kThreads, kBytes, cluster);
-    if (device < kDevices) known[device][cluster].store(1 + clusters, std::memory_order_release);
+    if (facts.device < kDevices) known[facts.device][cluster].store(1 + clusters, std::memory_order_release);
   }
   if (clusters == 0) return cudaErrorNotSupported;
   unsigned* next_row = params.rows >= kClaimedRows * clusters ? static_cast<unsigned*>(params.workspace) : nullptr;
@@ -433,9 +433,8 @@ cudaError_t launch_plan(const KernelForwardParams& params, int device, const Dev
 }  // namespace
 
 cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream) {
-  int device = 0;
   DeviceFacts facts;
-  const cudaError_t error = device_facts(device, facts);
+  const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
   if (facts.max_cluster < kMaxCluster) return cudaErrorNotSupported;  // never measured on such cards
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
@@ -445,7 +444,7 @@ cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t 
       return cudaErrorNotSupported;
     } else {
       return dispatch_plan<StreamLadder<scalar_t, weight_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
-        return launch_plan<scalar_t, weight_t, decltype(plan)>(params, device, facts, stream);
+        return launch_plan<scalar_t, weight_t, decltype(plan)>(params, facts, stream);
       });
     }
   });

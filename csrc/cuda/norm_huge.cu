@@ -421,9 +421,8 @@ struct GradientLaunch {
 
 template <typename F>
 cudaError_t plan_backward(const KernelBackwardParams& params, F&& f) {
-  int device = 0;
   DeviceFacts facts;
-  const cudaError_t error = device_facts(device, facts);
+  const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
   const auto plan_slices = [&](auto types, auto plan) {
     using Plan = decltype(plan);
@@ -463,9 +462,8 @@ cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t 
     const ClusterLaunch launch(params.rows * slices.count, Plan::kThreads, 0, 1, stream);
     cudaError_t error = cudaLaunchKernelEx(&launch.config, norm_huge_moments_kernel<scalar_t, Plan>, params, slices);
     if (error != cudaSuccess) return error;
-    int device = 0;
     DeviceFacts facts;
-    error = device_facts(device, facts);
+    error = device_facts(facts);
     if (error != cudaSuccess) return error;
     // fp32 weights beside 16-bit x take twice the registers
     using Normalize =
