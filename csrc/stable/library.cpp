@@ -1,6 +1,6 @@
 // The operators torch.ops.fused_layernorm.* on torch's stable interface: one library for every torch from 2.11 on and
-// every Python. It has no autograd node and no call of plain eager mode: fused_layernorm/_ops.py registers autograd,
-// and NormFunction is the node.
+// every Python. It has no autograd node: fused_layernorm/functional.py registers autograd, and NormFunction is the
+// node.
 #include <exception>
 #include <string>
 #include <vector>

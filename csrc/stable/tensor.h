@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -78,15 +79,23 @@ inline ScalarType type_of(int32_t number) {
 template <class T>
 StableIValue to_stack(T value) {
   static_assert(sizeof(T) <= sizeof(StableIValue));
-  StableIValue slot = 0;
-  std::memcpy(&slot, &value, sizeof(value));
-  return slot;
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<uintptr_t>(value);
+  } else {
+    StableIValue slot = 0;
+    std::memcpy(&slot, &value, sizeof(value));
+    return slot;
+  }
 }
 template <class T>
 T from_stack(StableIValue slot) {
-  T value;
-  std::memcpy(&value, &slot, sizeof(value));
-  return value;
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(static_cast<uintptr_t>(slot));  // NOLINT(performance-no-int-to-ptr)
+  } else {
+    T value;
+    std::memcpy(&value, &slot, sizeof(value));
+    return value;
+  }
 }
 
 }  // namespace stable
@@ -276,7 +285,7 @@ inline bool is_dense(const at::Tensor& tensor) { return tensor.is_dense(); }
 
 inline bool has_memory(const at::Tensor& tensor) { return tensor.numel() == 0 || tensor.const_data_ptr() != nullptr; }
 
-inline const at::Tensor& materialized(const at::Tensor& tensor) { return tensor; }
+inline at::Tensor materialized(const at::Tensor& tensor) { return tensor; }
 
 inline at::Tensor contiguous_copy(const at::Tensor& tensor) {
   const at::Tensor copy = empty(tensor.sizes(), tensor.scalar_type(), tensor);
