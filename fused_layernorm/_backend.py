@@ -13,6 +13,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +131,8 @@ def _load_library(choice: str) -> _Loaded | None:
     if choice == "cuda" and not has_cuda:
         return None
     module = None
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+    is_free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # whose objects the limited API does not know
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) and not is_free_threaded:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
     # Two libraries that define the same operators do not go into one process
@@ -185,9 +187,13 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
             _complain(problem, "CUDA tensors run on the slower PyTorch reference.", strict)
         return _Loaded(module, "cpu" if choice == "cpu" else backend, reason, info, problem)
 
-    found = _load_library(choice)
-    if found:
-        return found
+    try:
+        found = _load_library(choice)
+    except (ImportError, OSError) as error:  # such as an older glibc
+        failures.append(f"{stable.OPERATORS} cannot be used: it does not load ({error})")
+    else:
+        if found:
+            return found
     problem = f"{'; '.join(failures)}. {_MEND_SENTENCE}" if failures else None
     not_built = _build_record(Path(__file__).resolve().parent.parent).get("NOT_BUILT")
     reason = "; ".join(failures) or not_built or "no compiled extension is installed"

@@ -1,5 +1,6 @@
 """The build and the choice of a backend, without compiling anything: fake extensions, fake build records."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -426,6 +427,7 @@ def wheel(tmp_path, monkeypatch, fake):
     make.loaded = []
     monkeypatch.setattr(_backend, "__file__", str(tmp_path / "fused_layernorm" / "_backend.py"))
     monkeypatch.setattr(_backend, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")  # from 2.14 on it is imported as a module
     monkeypatch.setattr(torch, "ops", mock.Mock(fused_layernorm=object(), load_library=make.loaded.append))
     (tmp_path / stable.OPERATORS).touch()
     return make
@@ -455,6 +457,17 @@ def test_libraries_of_the_wheel_without_wanted_kernels(wheel, monkeypatch):
     with pytest.raises(ImportError, match="FUSED_LAYERNORM_BACKEND=cuda, but no compiled extension is installed"):
         load_silently("cuda")
     assert not wheel.loaded
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.14.0"])
+def test_libraries_of_the_wheel_that_do_not_load(wheel, monkeypatch, tmp_path, version):
+    """such as on an older glibc: one warning, and PyTorch operations"""
+    wheel(torch.version.cuda, None if torch.version.cuda else "USE_CUDA=0")
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: ctypes.CDLL(path))
+    with pytest.warns(RuntimeWarning, match="libfused_layernorm.so cannot be used: it does not load"):
+        loaded = _backend._load("auto", strict=False)
+    assert loaded.backend == "reference" and "does not load" in loaded.problem
 
 
 def test_an_extension_goes_before_the_libraries_of_the_wheel(wheel, fake):
