@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from . import _ops, reference
+from . import _backend, _ops, reference
 from .reference import Options, Wanted
 
 if TYPE_CHECKING:
@@ -746,9 +746,9 @@ def _register_autograd() -> torch.library.Library:
     class OperatorFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            *arguments, keys = arguments
-            y, z, stats = redispatched(keys, arguments)
-            tensors, options = arguments[:6], Options(*arguments[6:])
+            *given, keys = arguments
+            y, z, stats = redispatched(keys, given)
+            tensors, options = given[:6], Options(*given[6:])
             options = options._replace(residual_dtype=reference.z_dtype(tensors[1], options))
             has_z = options.residual_dtype is not None
             _save(ctx, tensors, options, z if has_z else None, stats)
@@ -780,6 +780,6 @@ def _record(x, residual, gate, weight, bias, options):
     return NormFunction.apply(x, residual, gate, weight, bias, None, Options(*options), "torch")
 
 
-if _ops.norm_forward is not None and _ops.extension is None:
+if _ops.norm_forward is not None and not _backend.extension:
     _autograd = _register_autograd()
 _ops.set_callbacks(_norm, _record)
