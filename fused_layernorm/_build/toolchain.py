@@ -243,16 +243,17 @@ def openmp_flags(cxx: str) -> tuple[list[str], list[str]]:
 def shipped_kernels(torch, csrc: Path) -> dict | None:
     """The CUDA kernels that came with a wheel (_build/stable.py), if they are for torch's CUDA: their build record, with
     the flags that compile and link the extension to them. It then needs no nvcc."""
+    names = runpy.run_path(str(Path(__file__).with_name("stable.py")))
     lib, record = csrc.parent / "lib", csrc.parent / "_build_info.py"
-    if flag("USE_CUDA") is False or not (lib / "libfused_layernorm_kernels.so").exists() or not record.exists():
+    if flag("USE_CUDA") is False or not (lib / names["KERNELS"]).exists() or not record.exists():
         return None
-    info = runpy.run_path(str(record))["BUILDS"].get("libfused_layernorm.so")
+    info = runpy.run_path(str(record))["BUILDS"].get(names["OPERATORS"])
     if not info or not torch.version.cuda or info["torch_cuda"].split(".")[0] != torch.version.cuda.split(".")[0]:
         return None
     headers = [home / "include" for home in toolkit_candidates() if (home / "include" / "cuda_runtime_api.h").exists()]
     if not headers:
         return None
-    link = [f"-L{lib}", "-l:libfused_layernorm_kernels.so", f"-Wl,-rpath,{lib}", "-lc10_cuda"]
+    link = [f"-L{lib}", f"-l:{names['KERNELS']}", f"-Wl,-rpath,{lib}", "-lc10_cuda"]
     return {"nvcc": info["nvcc"], "arch_list": info["arch_list"], "cxx": [f"-isystem{headers[0]}"], "link": link}
 
 
