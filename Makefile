@@ -145,8 +145,10 @@ TIDY_FLAGS = -std=c++20 -DTORCH_EXTENSION_NAME=x -Icsrc $(shell $(BIN)/python -c
   import torch.utils.cpp_extension as e; \
   print(*('-isystem ' + path for path in [*e.include_paths(), sysconfig.get_path('include')]))")
 tidy: $(BUILT) $(TOOLS)
-	set -e; for file in csrc/*/*.cpp; do flags="$(TIDY_FLAGS)"; case $$file in csrc/stable/*) \
-	  flags="$$flags -DFUSED_LAYERNORM_STABLE_ABI -DTORCH_TARGET_VERSION=0x020b000000000000";; esac; \
+	set -e; stable=$$($(BIN)/python -c "import runpy; \
+	  print(*runpy.run_path('fused_layernorm/_build/stable.py')['DEFINES'])"); \
+	for file in csrc/*/*.cpp; do flags="$(TIDY_FLAGS)"; \
+	  case $$file in csrc/stable/*) flags="$$flags $$stable";; esac; \
 	  $(CXX) -fsyntax-only -fopenmp -Wall -Wextra -Werror $$flags $$file; \
 	  $(BIN)/clang-tidy --quiet --warnings-as-errors='*' $$file -- $$flags; done
 

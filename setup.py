@@ -99,13 +99,19 @@ def without_folders(torch) -> list[str]:
     return [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, torch_home)]
 
 
-def make_extension(torch) -> tuple[object, dict]:
-    """(extension, its build record); raises CannotBuild."""
+def recipe_of(torch) -> dict:
+    """toolchain.recipe() for these sources; says where there are no CUDA kernels, or stops. Raises CannotBuild."""
     recipe = toolchain.recipe(torch, ROOT / "csrc")
     if recipe["no_cuda"]:
         if toolchain.flag("FORCE_CUDA"):
             raise SystemExit(f"FORCE_CUDA=1, but the CUDA kernels cannot be built: {recipe['no_cuda']}")
         shout("fused_layernorm: building the CPU kernels only.", recipe["no_cuda"])
+    return recipe
+
+
+def make_extension(torch) -> tuple[object, dict]:
+    """(extension, its build record); raises CannotBuild."""
+    recipe = recipe_of(torch)
     from torch.utils import cpp_extension
 
     # The record of the build leaves the folders out, for the same reason.
@@ -200,11 +206,7 @@ def make_wheel_commands(torch) -> dict:
     from setuptools.command.build_ext import build_ext
 
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", stable.ARCHS)
-    recipe = toolchain.recipe(torch, ROOT / "csrc")
-    if recipe["no_cuda"]:
-        if toolchain.flag("FORCE_CUDA"):
-            raise SystemExit(f"FORCE_CUDA=1, but the CUDA kernels cannot be built: {recipe['no_cuda']}")
-        shout("fused_layernorm: a wheel of the CPU kernels only.", recipe["no_cuda"])
+    recipe = recipe_of(torch)
     flags = recipe["flags"] | {"cxx": recipe["flags"]["cxx"] + without_folders(torch)}
     cuda = recipe["cuda"] and {"home": Path(recipe["cuda"]["home"]),
                                "archs": toolchain.parse_archs(recipe["cuda"]["arch_list"])}  # fmt: skip

@@ -407,6 +407,16 @@ def test_platform_of_the_wheel(tmp_path):
     assert stable.platform_tag(tmp_path, "x86_64") == "manylinux_2_34_x86_64"
 
 
+def test_a_wheel_without_cuda_has_no_kernels_of_an_earlier_build(tmp_path, monkeypatch):
+    """build/wheel is kept between builds: the CUDA kernels of one with nvcc went into one with USE_CUDA=0"""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / stable.KERNELS).touch()
+    monkeypatch.setattr(stable, "run", lambda command: None)
+    recipe = {"cxx": "c++", "flags": {"cxx": []}, "cuda": None}
+    stable.compile_libraries(tmp_path, ROOT / "csrc", tmp_path / "lib", tmp_path / "objects", recipe, 1)
+    assert not list((tmp_path / "lib").iterdir())
+
+
 def test_architectures_of_the_wheel():
     assert stable.gencodes(toolchain.parse_archs("8.0;9.0a+PTX")) == [
         "-gencode=arch=compute_80,code=sm_80",

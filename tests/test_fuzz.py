@@ -338,7 +338,7 @@ def check_second_order_fusion(drawn):
     """Second-order gradients, for wants and the gradients of the results. The limit, for a whole tensor: `few` units,
     of the coarsest dtype that is rounded to on the way, of its size; one unit of its own dtype; and the larger of twice
     the error of the definition in the accumulation type and `few` times what the truth moves by, at most of three
-    times, when every input does by one unit of that coarsest dtype."""
+    times, when every input does by one unit of that coarsest dtype (unit_of)."""
     case, given, keeps = drawn.case, drawn.tensors(DEVICE), drawn.keeps(DEVICE)
     if not case.rows:
         return

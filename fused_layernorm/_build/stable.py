@@ -6,6 +6,7 @@ Needs neither torch nor the package: setup.py loads this file by path.
 
 import re
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ OPERATORS = "libfused_layernorm.so"
 KERNELS = "libfused_layernorm_kernels.so"
 # Code for 8.0 runs on 8.6 and 8.9 too. The newest also as PTX, for cards to come.
 ARCHS = "8.0;9.0;10.0;12.0+PTX"
-TARGET = "0x020b000000000000"  # torch 2.11: what is newer is hidden from the sources
+# Of the sources; torch 2.11: what is newer is hidden from them.
+DEFINES = ("-DFUSED_LAYERNORM_STABLE_ABI", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 OPERATOR_SOURCES = ("torch/norm_ops.cpp", "cpu/norm_cpu.cpp", "stable/library.cpp", "stable/python.cpp")
 
 
@@ -23,13 +25,13 @@ def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path,
     """Leave the libraries in `folder`. recipe: cxx (a command), flags of cxx and nvcc, and cuda, the home and the archs
     (as toolchain.parse_archs() gives them) of the CUDA kernels, or None for the CPU's alone."""
     cuda = recipe["cuda"]
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier build's CUDA kernels would go into a wheel without
+    folder.mkdir(parents=True)
     objects.mkdir(parents=True, exist_ok=True)
     hidden = ["-fPIC", "-fvisibility=hidden"]
     cxx = shlex.split(recipe["cxx"])
     host = [*cxx, "-std=c++17", *recipe["flags"]["cxx"], *hidden, "-fvisibility-inlines-hidden", f"-I{csrc}",
-            "-DFUSED_LAYERNORM_STABLE_ABI", f"-DTORCH_TARGET_VERSION={TARGET}",
-            "-isystem", f"{torch_home}/include", "-isystem", sysconfig.get_path("include")]  # fmt: skip
+            *DEFINES, "-isystem", f"{torch_home}/include", "-isystem", sysconfig.get_path("include")]  # fmt: skip
     commands = {}
     if cuda:
         device = [f"{cuda['home']}/bin/nvcc", "-std=c++17", "--expt-relaxed-constexpr", *recipe["flags"]["nvcc"],
