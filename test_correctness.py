@@ -109,7 +109,8 @@ def test_values_through_norm_function(device, case):
 def test_values_of_reference_py(device, case):
     """reference.py, the specification, against fp64"""
     options = {"normalized_ndim": len(case.normalized_shape), "eps": case.eps, "weight_offset": case.weight_offset,
-               "is_rms_norm": case.op == "rms_norm", "out_dtype": case.out_dtype}  # fmt: skip
+               "is_rms_norm": case.op == "rms_norm", "out_dtype": case.out_dtype,
+               "per_head": case.heads_ndim > 0}  # fmt: skip
     inputs = make_inputs(case, device)
 
     def norm(case, x, weight, bias):

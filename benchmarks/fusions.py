@@ -1,11 +1,12 @@
-"""What is fused around a norm, against the same in PyTorch operations, in torch.compile's, and in flash-attention's
-Triton norm where that is installed and has it, in one run:
+"""What is fused around a norm, against the same in PyTorch operations, in torch.compile's, and in the Triton norms of
+flash-attention, fla and mamba_ssm where these are installed and have it, in one run:
 `python benchmarks/fusions.py [FOLDER] [--hidden 1024 4096 8192] [--dtype bf16] [--compiled 4096] [--cpu]`.
 
 x has 256 MiB. GPU time of CUDA graphs, forward without gradients, and backward of everything that has a gradient.
 `fraction`: of the rate of a copy of x, for the bytes that must be moved (reads and writes of tensors of x's size, as
-PASSES says). Writes fusions_*.json into FOLDER (default: benchmarks/output) and prints a table. With --cpu x has 8 MiB,
-times are of a Python loop on one thread, the least of the rounds, and no record is written: read them as ratios.
+PASSES says). Writes fusions_*.json (--record: otherwise) into FOLDER (default: benchmarks/output) and prints a table.
+With --cpu x has 8 MiB, times are of a Python loop on one thread, the least of the rounds, and no record is written:
+read them as ratios.
 """
 
 import argparse
@@ -26,10 +27,11 @@ import fused_layernorm as fln  # noqa: E402
 from test_benchmark import DTYPES, environment, flash_attn_module, version_of  # noqa: E402
 
 SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
+HEADS = 32  # that have a weight each
 EPS = 1e-6
 # Tensors of x's size that must be read or written, forward and backward
 PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 5),
-          "gated_token": (7, 10)}  # fmt: skip
+          "gated_token": (7, 10), "row_gate": (3, 5)}  # fmt: skip
 
 
 def tensors(rows, hidden_size, dtype, device):
@@ -46,6 +48,8 @@ def tensors(rows, hidden_size, dtype, device):
     found |= {f"{name} of tokens": 0.1 * randn(*found["x"].shape) for name in ("scale", "shift", "gate")}
     modulation = (0.1 * randn(MANY_SAMPLES, 1, 2 * hidden_size)).chunk(2, -1)
     found |= dict(zip(("scale of many", "shift of many"), modulation, strict=True))
+    found |= {"row gate": randn(*found["x"].shape), "weight of heads": 1 + 0.1 * randn(HEADS, hidden_size)}
+    found["x of heads"] = found["x"].view(-1, HEADS, hidden_size)
     return found | {"x of many": found["x"].view(MANY_SAMPLES, -1, hidden_size)}
 
 
@@ -74,7 +78,15 @@ def gated(x, residual, scale, shift, gate):
     return modulate(z, scale, shift), z
 
 
-PLAIN = ("x", "weight", "bias")
+def rms_norm_then_gate(x, gate, weight):
+    return rms_norm(x, weight) * F.silu(gate)
+
+
+def gate_then_rms_norm(x, gate, weight):
+    return rms_norm(x * F.silu(gate), weight)
+
+
+PLAIN, GATED = ("x", "weight", "bias"), ("x", "row gate", "weight")
 # name: (ours, in PyTorch operations or None, inputs, what is moved)
 FUSIONS = {
     "layer_norm": (lambda *t: fln.fused_layer_norm(*t, EPS), layer_norm, PLAIN, "norm"),
@@ -119,10 +131,17 @@ FUSIONS = {
         lambda *t: fln.fused_layer_norm(*t, EPS, accumulate_grad=True), layer_norm, PLAIN, "norm"),
     "rms_norm, memory_efficient": (
         lambda *t: fln.fused_rms_norm(*t, None, EPS, memory_efficient=True), rms_norm, ("x", "weight"), "norm"),
+    "gated_rms_norm": (lambda *t: fln.fused_gated_rms_norm(*t, None, EPS), rms_norm_then_gate, GATED, "row_gate"),
+    "gated_rms_norm, gate first": (
+        lambda *t: fln.fused_gated_rms_norm(*t, None, EPS, norm_before_gate=False), gate_then_rms_norm, GATED,
+        "row_gate"),
+    "rms_norm, a weight for each head": (
+        lambda x, weight: fln.fused_rms_norm(x, weight, None, EPS, normalized_shape=x.shape[-1]),
+        lambda x, weight: F.rms_norm(x, x.shape[-1:], None, EPS) * weight, ("x of heads", "weight of heads"), "norm"),
 }  # fmt: skip
 
 
-# Of which flash-attention has the same: (its function, dropout_p)
+# What peers have: flash-attention's function and its dropout_p
 FLASH_ATTN = {
     "add_layer_norm": ("layer_norm_fn", 0.0),
     "add_rms_norm": ("rms_norm_fn", 0.0),
@@ -138,6 +157,23 @@ def flash_attn(name, hidden_size):
     return lambda x, residual, weight, bias=None: norm(
         x, weight, bias, residual=residual, eps=EPS, dropout_p=p, prenorm=True
     )
+
+
+def fla(name, _):
+    if name != "gated_rms_norm" or not importlib.util.find_spec("fla"):
+        return None
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    return lambda x, gate, weight: rms_norm_gated(x, gate, weight, None, eps=EPS)
+
+
+def mamba_ssm(name, _):
+    if name not in ("gated_rms_norm", "gated_rms_norm, gate first") or not importlib.util.find_spec("mamba_ssm"):
+        return None
+    from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+
+    before = name == "gated_rms_norm"
+    return lambda x, gate, weight: rmsnorm_fn(x, weight, None, z=gate, eps=EPS, norm_before_gate=before)
 
 
 class LoopTimer:
@@ -202,6 +238,40 @@ def copy_rate(timer, device, nbytes):
     return 2 * source.nbytes / timer.us(lambda: target.copy_(source))
 
 
+def measure(args, timer, copy, found, dtype, hidden_size, device, nbytes):
+    """Add the results of one dtype and hidden size to `found`, and print them."""
+    rows = nbytes // (hidden_size * DTYPES[dtype].itemsize) // MANY_SAMPLES * MANY_SAMPLES
+    inputs = tensors(rows, hidden_size, DTYPES[dtype], device)
+    for name, (ours, theirs, names, moved) in FUSIONS.items():
+        if args.only not in name:
+            continue
+        providers = {"fused": ours, "torch": theirs}
+        providers |= {peer.__name__: peer(name, hidden_size) for peer in (flash_attn, fla, mamba_ssm)}
+        if theirs and hidden_size in args.compiled:
+            torch.compiler.reset()
+            providers["compile"] = torch.compile(theirs, dynamic=False)
+        line: dict[str, list[float]] = {}
+        for provider, function in providers.items():
+            if not function or (args.providers and provider not in args.providers):
+                continue
+            try:
+                both = times(timer, function, [inputs[key] for key in names])
+            except Exception as error:
+                print(f"{name} {provider}: {type(error).__name__}: {error}"[:200], flush=True)
+                continue
+            for direction, us, passes in zip(("forward", "backward"), both, PASSES[moved], strict=True):
+                must = passes * rows * hidden_size * DTYPES[dtype].itemsize
+                line.setdefault(provider, []).extend((us, must / us / copy))
+                found.append({
+                    "fusion": name, "direction": direction, "dtype": dtype, "rows": rows,
+                    "hidden_size": hidden_size, "provider": provider, "us": round(us, 2),
+                    "fraction": round(must / us / copy, 4),
+                })  # fmt: skip
+        print(f"{dtype} {hidden_size:6} {name:48}", *(
+            f"{p} {r[0]:7.1f} ({r[1]:.2f}) {r[2]:7.1f} ({r[3]:.2f})" for p, r in line.items()
+        ), flush=True)  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=ROOT / "benchmarks" / "output", type=Path)
@@ -209,6 +279,8 @@ def main():
     parser.add_argument("--dtype", nargs="*", default=["bf16"], choices=("bf16", "fp16", "fp32"))
     parser.add_argument("--compiled", nargs="*", type=int, default=[4096], help="hidden sizes of torch.compile too")
     parser.add_argument("--only", default="", help="part of the name of a fusion")
+    parser.add_argument("--record", default="fusions", help="how the file's name begins (fusions)")
+    parser.add_argument("--providers", nargs="*", help="some of fused, torch, compile, flash_attn, fla, mamba_ssm")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
@@ -222,43 +294,18 @@ def main():
     timer, found, started = LoopTimer() if args.cpu else Timer(), [], time.monotonic()
     copy = copy_rate(timer, device, nbytes)
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
-    for dtype in args.dtype:
-        for hidden_size in args.hidden:
-            rows = nbytes // (hidden_size * DTYPES[dtype].itemsize) // MANY_SAMPLES * MANY_SAMPLES
-            inputs = tensors(rows, hidden_size, DTYPES[dtype], device)
-            for name, (ours, theirs, names, moved) in FUSIONS.items():
-                if args.only not in name:
-                    continue
-                providers = {"fused": ours, "torch": theirs, "flash_attn": flash_attn(name, hidden_size)}
-                if theirs and hidden_size in args.compiled:
-                    torch.compiler.reset()
-                    providers["compile"] = torch.compile(theirs, dynamic=False)
-                for provider, function in providers.items():
-                    if not function:
-                        continue
-                    try:
-                        both = times(timer, function, [inputs[key] for key in names])
-                    except Exception as error:
-                        print(f"{name} {provider}: {type(error).__name__}: {error}"[:200], flush=True)
-                        continue
-                    for direction, us, passes in zip(("forward", "backward"), both, PASSES[moved], strict=True):
-                        must = passes * rows * hidden_size * DTYPES[dtype].itemsize
-                        found.append({
-                            "fusion": name, "direction": direction, "dtype": dtype, "rows": rows,
-                            "hidden_size": hidden_size, "provider": provider, "us": round(us, 2),
-                            "fraction": round(must / us / copy, 4),
-                        })  # fmt: skip
-                line = {p: [r for r in found[-8:] if r["provider"] == p and r["fusion"] == name] for p in providers}
-                print(f"{dtype} {hidden_size:6} {name:48}", *(
-                    f"{p} {r[0]['us']:7.1f} ({r[0]['fraction']:.2f}) {r[1]['us']:7.1f} ({r[1]['fraction']:.2f})"
-                    for p, r in line.items() if r), flush=True)  # fmt: skip
-            del inputs
+    try:
+        for dtype in args.dtype:
+            for hidden_size in args.hidden:
+                measure(args, timer, copy, found, dtype, hidden_size, device, nbytes)
+    except KeyboardInterrupt:
+        print("interrupted: the record has what was measured")
     if args.cpu:
         return
     args.folder.mkdir(parents=True, exist_ok=True)
     meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES}
-    meta["flash_attn"] = version_of("flash-attn")
-    path = args.folder / f"fusions_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    meta |= {name: version_of(name) for name in ("flash-attn", "fla-core", "mamba-ssm")}
+    path = args.folder / f"{args.record}_{time.strftime('%Y%m%d_%H%M%S')}.json"
     path.write_text(json.dumps({"meta": meta, "results": found}, indent=1) + "\n")
     print(f"wrote {path}, {time.monotonic() - started:.0f} s")
 

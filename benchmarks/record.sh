@@ -13,6 +13,7 @@
 #   benchmark  test_benchmark.py (SWEEP: its options), drawn, and the targets that it meets
 #   residual   the norms with a residual at five shapes beside all others that are installed
 #   fusions    benchmarks/fusions.py
+#   gated      the same for the gated norm, from 64 columns on
 #   models     benchmarks/models.py (MODELS: its options)
 # PARTS names them in their order (default: "tests warm benchmark residual fusions"). A "/" begins another row of parts,
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
@@ -36,6 +37,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVI
 RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,65536x2048,32768x4096,16384x8192,4096x8192 \
   --direction forward,backward --providers all --rounds 4"
 FUSIONS="--hidden 1024 1152 1536 4096 8192 --dtype bf16 --compiled 4096"
+GATED="--record gated --only gated_rms_norm --hidden 64 128 256 1024 1536 2048 4096 5120 8192 16384 --dtype bf16 --compiled 128 4096"
 [[ -n ${TORCHINDUCTOR_CACHE_DIR:-} ]] || # fusions.py finds what test_benchmark.py --warm left
   export TORCHINDUCTOR_CACHE_DIR=$PWD/benchmarks/output/cache/inductor \
     TRITON_CACHE_DIR=$PWD/benchmarks/output/cache/triton QUACK_CACHE_DIR=$PWD/benchmarks/output/cache/quack
@@ -148,6 +150,11 @@ part_residual() {
 part_fusions() {
   # shellcheck disable=SC2086
   within "$1" python3 benchmarks/fusions.py "$out" $FUSIONS
+}
+
+part_gated() {
+  # shellcheck disable=SC2086
+  within "$1" python3 benchmarks/fusions.py "$out" $GATED
 }
 
 part_models() {

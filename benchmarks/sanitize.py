@@ -94,6 +94,8 @@ def list_calls(light=False):
         fused_adaptive_layer_norm,
         fused_add_layer_norm,
         fused_add_rms_norm,
+        fused_gated_layer_norm,
+        fused_gated_rms_norm,
         fused_layer_norm,
         fused_rms_norm,
     )
@@ -143,6 +145,19 @@ def list_calls(light=False):
         wanted = ([(*leaves, weight, bias), (x,), (weight,)] if 0 in used else []) + [leaves, (x,), leaves[-1:]]
         results = tuple(results[i] for i in used)
         backward(results, tuple(torch.randn_like(t) for t in results), wanted, part)
+
+    def gated_norm(rows, hidden_size, dtype, gate_dtype, weight_dtype, norm, heads, chosen, part=None):
+        shape = (heads,) * (heads > 0) + (hidden_size,)
+        x, gate = (tensor(of, -(-rows // max(heads, 1)), *shape) for of in (dtype, gate_dtype))
+        weight, bias = (tensor(weight_dtype, *shape) for _ in "wb")
+        y = norm(x, gate, weight, bias, normalized_shape=hidden_size, **chosen)
+        backward(y, torch.randn_like(y), ((x, gate, weight, bias), (x,), (gate,)), part)
+
+    def by_head(rows, hidden_size, dtype, heads, norm, part=None):
+        x = tensor(dtype, -(-rows // heads), heads, hidden_size)
+        weight, bias = (tensor(dtype, heads, hidden_size) for _ in "wb")
+        y = norm(x, weight, bias, normalized_shape=hidden_size)
+        backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)), part)
 
     after = ({"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1},
              {"activation": "relu"}, {"activation": "gelu_tanh"})  # fmt: skip
@@ -201,6 +216,27 @@ def list_calls(light=False):
                 residual_dtype = draw.choice((None, z)) if dtype == z else z
                 gated = residual_dtype is not None and draw.random() < 0.5
                 calls.append((modulated, rows, 1, hidden_size, dtype, residual_dtype, gated, of))
+    gates = tuple({"activation": name, "norm_before_gate": first} for name in ("silu", "sigmoid", "gelu", None)
+                  for first in (True, False))  # fmt: skip
+
+    def gated_call(rows, hidden_size, dtype, gate_dtype):
+        weight_dtype = draw.choice((dtype, single if dtype != double else double))
+        calls.append((gated_norm, rows, hidden_size, dtype, gate_dtype, weight_dtype,
+                      draw.choice((fused_gated_layer_norm, fused_gated_rms_norm)), draw.choice((0, 0, 5)),
+                      draw.choice(gates)))  # fmt: skip
+
+    for dtype in (half, brain, single):
+        for hidden_size in lengths(kinds[dtype], light):
+            if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
+                for rows in rows_for(hidden_size):
+                    gated_call(rows, hidden_size, dtype, dtype)
+    for (dtype, of), hidden_size in itertools.product(
+        ((half, single), (brain, double), (single, brain), (double, single), (single, single)), (7, 264, 4099)
+    ):
+        gated_call(37, hidden_size, dtype, of)
+    for dtype, heads, hidden_size in itertools.product((half, brain, single, double), (3, 32, 700), (64, 131, 1024)):
+        calls.append((by_head, 37 if light else draw.choice((37, 20_000)), hidden_size, dtype, heads,
+                      draw.choice((fused_layer_norm, fused_rms_norm))))  # fmt: skip
     # Where every warp of backward's readers asks for rows, all 16 in turn, and every stage several times; an odd number
     for hidden_size, rows in ((4096, 161 if light else 10_561), (8192, 161 if light else 5281)):
         calls.append((plain, rows, hidden_size, brain, brain, fused_layer_norm, 0, {"activation": "gelu"}))

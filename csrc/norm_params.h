@@ -6,12 +6,19 @@
 //   u    = x_hat * (weight + weight_offset) + bias
 //   y    = keep * dropout_scale * activation(u)             epilogue; without one y is u
 //
+// A gated norm has neither stage, and a row gate with a value for each element of x. a = gate_activation(row_gate):
+//   gates_y:   z = x                            y = u * a
+//   otherwise: z = x * a, never rounded         y = u
+//
 //   grad_u = keep * dropout_scale * grad_output * activation'(u)      wdy = (weight + weight_offset) * grad_u
 //   c1 = sum(x_hat*wdy)/N    c2 = is_rms_norm ? 0 : sum(wdy)/N        (c1 = c2 = 0 without stats_grad)
 //   grad_z = (wdy - x_hat*c1 - c2)*rstd + grad_residual_out
 //   grad_residual = grad_z     grad_input = keep * dropout_scale * gate * grad_z
 //   grad_gate = sum(keep * dropout_scale * x * grad_z)     over the rows that share the gate, likewise:
 //   grad_weight = sum(grad_u * x_hat)     grad_bias = sum(grad_u)
+//
+//   gates_y:   grad_u = grad_output * a     grad_row_gate = grad_output * u * gate_activation'(row_gate)
+//   otherwise: grad_input = grad_z * a      grad_row_gate = grad_z * x * gate_activation'(row_gate)
 #pragma once
 
 #include <cstdint>
@@ -72,8 +79,9 @@ struct Dropout {
   double scale;           // dropout_scale(p)
 };
 
-enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };
-constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu"};  // Python's
+// kSigmoid is for gates only: it is no activation of y.
+enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid };
+constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"};  // Python's
 
 // Options of both directions.
 struct NormStages {
@@ -84,10 +92,13 @@ struct NormStages {
   // gate_stride) elements behind those of the part before. 0 or 1: the rows share one. With more there are fewer than
   // 2^31 rows, no dropout and no epilogue.
   int segments;
+  bool interleaves;  // row r is of segment r % segments (a weight for each head), not of r / (rows / segments); no gate
   int64_t weight_stride;
   int64_t gate_stride;
   double weight_offset;  // added to weight in the accumulation type (1.0: Gemma); 0 without weight
   bool is_rms_norm;
+  Activation gate_activation;  // of row_gate
+  bool gates_y;                // where row_gate multiplies
 
   bool drops_x() const { return dropout.philox && !drops_y; }
   bool has_epilogue() const { return activation != Activation::kNone || (dropout.philox && drops_y); }
@@ -99,6 +110,7 @@ struct NormForwardParams : NormStages {
   const void* x;         // rows, x_dtype
   const void* residual;  // rows, residual_dtype: x_dtype or fp32
   const void* gate;      // [segments, hidden_size], x_dtype; nullptr: 1
+  const void* row_gate;  // rows, row_gate_dtype: any; nullptr: no gated norm
   const void* weight;    // [segments, hidden_size], weight_dtype: x_dtype or fp32; nullptr: 1
   const void* bias;      // as weight; nullptr: 0
 
@@ -113,12 +125,14 @@ struct NormForwardParams : NormStages {
 
   RowStrides x_strides;
   RowStrides residual_strides;
+  RowStrides row_gate_strides;
   int64_t rows;         // >= 1: the caller returns early when there is nothing to do
   int64_t hidden_size;  // >= 1
   double eps;
   DType x_dtype;
   DType residual_dtype;
   DType z_dtype;
+  DType row_gate_dtype;
   DType weight_dtype;
   DType y_dtype;
 };
@@ -126,17 +140,20 @@ struct NormForwardParams : NormStages {
 struct NormBackwardParams : NormStages {
   const void* grad_output;        // of y: rows, grad_output_dtype: any
   const void* grad_residual_out;  // of z as it was returned: rows, grad_residual_out_dtype: any; nullptr: 0
-  const void* z;                  // what forward normalized: rows, z_dtype. With z_is_y forward's y, of the same dtype
+  const void* z;                  // what forward normalized: rows, z_dtype. With z_is_y forward's y, of the same dtype.
+                                  // With a row gate forward's x
   const void* x;                  // with a gate: forward's x, rows, x_dtype
   const void* gate;               // as in forward
+  const void* row_gate;           // as in forward
   const void* weight;             // as in forward
-  const void* bias;               // as in forward; only read with an epilogue or z_is_y
+  const void* bias;               // as in forward; only read with an epilogue, z_is_y or gates_y
   const void* rstd;               // as saved by forward
   const void* mean;               // nullptr for RMSNorm, and with z_is_y
   const void* mean_tail;
 
   void* grad_input;     // rows, x_dtype
   void* grad_residual;  // rows, residual_dtype: x_dtype or fp32
+  void* grad_row_gate;  // rows, row_gate_dtype
   void* grad_gate;      // [segments, hidden_size], contiguous, of the dtype given below: any of the four; likewise
   void* grad_weight;
   void* grad_bias;
@@ -146,6 +163,7 @@ struct NormBackwardParams : NormStages {
   RowStrides grad_residual_out_strides;
   RowStrides z_strides;
   RowStrides x_strides;
+  RowStrides row_gate_strides;
   int64_t rows;         // >= 1
   int64_t hidden_size;  // >= 1
   DType grad_output_dtype;
@@ -153,6 +171,7 @@ struct NormBackwardParams : NormStages {
   DType z_dtype;
   DType x_dtype;
   DType residual_dtype;
+  DType row_gate_dtype;
   DType weight_dtype;  // x_dtype or fp32
   DType grad_gate_dtype;
   DType grad_weight_dtype;
@@ -162,7 +181,7 @@ struct NormBackwardParams : NormStages {
   bool has_load_stage;  // forward had one; without it z_dtype is x_dtype
   bool z_is_y;  // x_hat = (y - bias) / (weight + weight_offset), which must not be 0; no load stage, no epilogue
 
-  bool wants_rows() const { return grad_input || grad_residual || grad_gate; }
+  bool wants_rows() const { return grad_input || grad_residual || grad_row_gate || grad_gate; }
   bool wants_columns() const { return grad_weight || grad_bias || grad_gate; }
 };
 

@@ -145,9 +145,11 @@ if extension or _backend.library:
         options = reference.Options(*given)
         z_dtype = reference.z_dtype(residual, options)
         shape = x.shape[x.dim() - options.normalized_ndim :]
-        own = [t if t is not None and t.dim() == len(shape) else None for t in (weight, bias)]
+        own = [t if t is not None and (options.per_head or t.dim() == len(shape)) else None for t in (weight, bias)]
         offset = options.weight_offset if own[0] is weight else 0.0
         reference.check_norm_arguments(x, *own, shape, options.eps, offset, options.out_dtype)
+        if gate is not None and z_dtype is None:
+            reference.check_gate(x, gate)
         rows = x.shape[: x.dim() - len(shape)]
         return (
             x.new_empty(x.shape, dtype=options.out_dtype or x.dtype),
@@ -157,8 +159,9 @@ if extension or _backend.library:
 
     @torch.library.register_fake(norm_backward)
     def _(grad_output, grad_residual_out, z, stats, x, gate, weight, bias, philox, *given):
-        _, wanted = _split(given)
-        of_bias = next((t.shape for t in (bias, weight, gate) if t is not None), z.shape[z.dim() - given[0] :])
+        options, wanted = _split(given)
+        likes = (bias, weight, gate if options.residual_dtype else None)  # the gate of a gated norm has x's shape
+        of_bias = next((t.shape for t in likes if t is not None), z.shape[z.dim() - options.normalized_ndim :])
 
         def gradient(is_wanted, shape, dtype):
             return z.new_empty(shape if is_wanted else 0, dtype=dtype if is_wanted else z.dtype)
@@ -236,20 +239,26 @@ def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
 
 @functools.cache
 def _register_sharding_rules() -> None:
-    """Tell DTensor how the operators work on shards. Tensors with the rows of x are split along a leading dimension,
-    and so is a parameter that has values of its own along it; other parameters are replicated. With dropout all tensors
-    are replicated: the mask follows from the row's index in the whole tensor."""
+    """Tell DTensor how the operators work on shards. Tensors with the rows of x, as the gate of a gated norm, are split
+    along a leading dimension, and so is a parameter that has values of its own along it; others are replicated. With
+    dropout all tensors are replicated: the mask follows from the row's index in the whole tensor."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
     def if_given(tensor, placement):
         return None if tensor is None else placement
 
-    def of_parameter(parameter, z, dim):
+    def of_parameter(parameter, z, dim, is_of_last_dims):
         if parameter is None or parameter.shape == ():
             return None
+        if is_of_last_dims:  # of z, without 1 for any
+            own = dim - (len(z.shape) - len(parameter.shape))
+            return Shard(own) if own >= 0 else Replicate()
         has_own = len(parameter.shape) == len(z.shape) and parameter.shape[dim] == z.shape[dim] != 1
         return Shard(dim) if has_own else Replicate()
+
+    def of_parameters(gate, weight, bias, z, dim, options, is_gated):
+        return [of_parameter(t, z, dim, options.per_head or (is_gated and t is gate)) for t in (gate, weight, bias)]
 
     def dims_to_split(z, options, philox):
         return () if philox is not None else range(len(z.shape) - options.normalized_ndim)
@@ -261,7 +270,8 @@ def _register_sharding_rules() -> None:
         found = [([Replicate()] * 3, whole)]
         for dim in dims_to_split(x, options, philox):
             rows = Shard(dim)
-            parameters = [of_parameter(t, x, dim) for t in (gate, weight, bias)]
+            is_gated = gate is not None and residual is None and options.residual_dtype is None
+            parameters = of_parameters(gate, weight, bias, x, dim, options, is_gated)
             found.append((
                 [rows, rows if residual is not None or options.residual_dtype else Replicate(), Shard(dim + 1)],
                 [rows, if_given(residual, rows), *parameters, None, *no_tensors],
@@ -277,8 +287,9 @@ def _register_sharding_rules() -> None:
                  wanted.grad_weight_dtype, wanted.grad_bias_dtype)  # fmt: skip
         for dim in dims_to_split(z, options, philox):
             rows = Shard(dim)
-            parameters = [of_parameter(t, z, dim) for t in (gate, weight, bias)]
-            of_bias = next((p for p in parameters[::-1] if p is not None), Replicate())
+            is_gated = gate is not None and options.residual_dtype is None
+            parameters = of_parameters(gate, weight, bias, z, dim, options, is_gated)
+            of_bias = next((p for p in parameters[is_gated:][::-1] if p is not None), Replicate())
             sums = [Partial("sum") if p == Replicate() else p for p in (parameters[0], parameters[1], of_bias)]
             gradients = [placement if is_wanted else Replicate()  # else an empty tensor, the same everywhere
                          for placement, is_wanted in zip((rows, rows, *sums), wants, strict=True)]  # fmt: skip

@@ -78,8 +78,11 @@ def fused_layer_norm(
         x: input of shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64. Rows may be strided; they
             are read in place where the elements of one row are adjacent (on CUDA, rows made of whole 16 bytes also must
             begin at multiples of 16 bytes), else copied first.
-        weight: scale :math:`w` of shape ``normalized_shape``, of x's dtype or float32; None stands for 1.
-        bias: shift :math:`b` of shape ``normalized_shape``, of x's dtype or float32; None stands for 0.
+        weight: scale :math:`w` of shape ``normalized_shape``, of x's dtype or float32; None stands for 1. With
+            `normalized_shape` given, x's dimensions before these may stand in front: ``[heads, head_dim]`` is a weight
+            for each head of x ``[*, heads, head_dim]``. Not with activation, dropout, `memory_efficient` or
+            `accumulate_grad`.
+        bias: shift :math:`b` of weight's shape, of x's dtype or float32; None stands for 0.
         eps: added to the variance.
         normalized_shape: an int or a sequence; taken from weight (or bias) when they are given.
         weight_offset: the constant :math:`o`, added to weight in the accumulation type (1.0 for weights stored as
@@ -121,8 +124,9 @@ def fused_layer_norm(
         TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.
         RuntimeError: shapes or devices that do not match.
         ValueError: no `normalized_shape` to be had, `weight_offset` without weight, an `activation` not listed above,
-            `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout, or
-            `accumulate_grad` with a parameter that has no float32 ``main_grad``.
+            `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout,
+            `accumulate_grad` with a parameter that has no float32 ``main_grad``, or a weight for each head with what
+            it does not go with.
     """
     norm = _norm if is_dynamo_compiling() else _ops.norm
     return norm(
@@ -426,6 +430,82 @@ def fused_adaptive_rms_norm(
     )  # fmt: skip
 
 
+def fused_gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    activation: str | None = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Root mean square normalization with a gate for each element, as in Qwen3-Next (``norm_before_gate=True``) and
+    Mamba 2 (Dao and Gu, 2024; ``norm_before_gate=False``), in one pass over memory, forward and backward.
+
+    .. math:: y = \mathrm{RMSNorm}(x) \cdot f(\mathrm{gate}) \quad \text{or} \quad
+        y = \mathrm{RMSNorm}(x \cdot f(\mathrm{gate}))
+
+    Args:
+        gate: of x's shape; float16, bfloat16, float32 or float64, whatever x's dtype. Rows may be strided, as x's.
+        activation: default "silu"; :math:`f`: "silu", "sigmoid", "gelu", "gelu_tanh", "relu", or None for gate itself.
+        norm_before_gate: default True, the gate multiplies the norm; False, it multiplies x.
+        group_size: default None; the last dimension is cut into groups of so many adjacent elements, each with
+            statistics of its own, as in Mamba 2 with several groups. weight and bias keep a value for each element of
+            the whole last dimension.
+        normalized_shape: x's last dimension when neither this nor weight nor bias is given.
+
+    Returns:
+        y of x's shape, contiguous, of x's dtype or `out_dtype`.
+
+    Everything, the product of x and the gate too, is computed in the accumulation type, and y is rounded once. The
+    other arguments, the guarantees and the errors are those of `fused_rms_norm`.
+
+    Raises:
+        TypeError: a gate that is no tensor of one of these dtypes, a `group_size` that is no int.
+        RuntimeError: a gate of another shape than x's, or on another device.
+        ValueError: an `activation` not listed above; a `group_size` that does not divide the last dimension, or is
+            given beside a `normalized_shape` of several dimensions or a weight for each head.
+    """
+    return _gated_norm(
+        x, gate, weight, bias, group_size, eps=eps, is_rms_norm=True, normalized_shape=normalized_shape,
+        weight_offset=weight_offset, out_dtype=out_dtype, activation=activation, is_gated=True,
+        gates_y=norm_before_gate,
+    )  # fmt: skip
+
+
+def fused_gated_layer_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Layer normalization with a gate for each element, in one pass over memory, forward and backward.
+
+    .. math:: y = \mathrm{LayerNorm}(x) \cdot f(\mathrm{gate}) \quad \text{or} \quad
+        y = \mathrm{LayerNorm}(x \cdot f(\mathrm{gate}))
+
+    Arguments, result and errors are those of `fused_gated_rms_norm`, eps is that of `fused_layer_norm`.
+    """
+    return _gated_norm(
+        x, gate, weight, bias, group_size, eps=eps, is_rms_norm=False, normalized_shape=normalized_shape,
+        weight_offset=weight_offset, out_dtype=out_dtype, activation=activation, is_gated=True,
+        gates_y=norm_before_gate,
+    )  # fmt: skip
+
+
 # ---- the ways of a call ----------------------------------------------------------------------------------------------
 
 # The options of _norm and of the extension's call, in the order in which csrc/torch/python.cpp reads them.
@@ -446,6 +526,8 @@ _DEFAULTS: dict[str, Any] = {
     "residual_dtype": None,
     "return_dropout_mask": False,
     "is_modulated": False,  # weight, bias and gate may have x's leading dimensions
+    "is_gated": False,  # gate has x's shape, and the activation is the gate's
+    "gates_y": False,
 }
 
 
@@ -458,9 +540,11 @@ def _norm(x, residual, gate, weight, bias, **given):
         if x.is_nested:
             raise TypeError("x must be a dense (strided) tensor for anything but the plain norm, got a nested one")
     shape = _check(x, residual, gate, weight, bias, call)
+    per_head = _is_per_head(call, weight, bias)
     path = _ops.path_of(x, residual, gate, weight, bias)
     is_traced = torch.compiler.is_compiling()  # where a look at sizes would be a guard
-    if call["is_modulated"] and not is_traced and math.prod(x.shape[: x.dim() - len(shape)]) >= 2**31:
+    has_segments = call["is_modulated"] or per_head
+    if has_segments and not is_traced and math.prod(x.shape[: x.dim() - len(shape)]) >= 2**31:
         path = "reference"  # kernels count rows of segments in 32 bits
     rounding, adds = call["rounding"], call["adds"]
     if path == "kernel" and rounding == "torch":  # the arguments are now of the types that the extension reads
@@ -480,7 +564,7 @@ def _norm(x, residual, gate, weight, bias, **given):
     options = Options(
         len(shape), call["eps"], call["weight_offset"], call["is_rms_norm"], call["stats_grad"],
         reference.ACTIVATION_NAMES.index(call["activation"] or ""), dropout_p, not adds, call["out_dtype"],
-        call["residual_dtype"],
+        call["residual_dtype"], call["gates_y"], per_head,
     )  # fmt: skip
     tensors = (x, residual, gate, weight, bias, philox)
     if path == "reference" or (rounding != "torch" and path == "operator"):
@@ -523,10 +607,12 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
         shape = reference.check_norm_arguments(x, weight, bias, call["normalized_shape"], *(call[n] for n in names))
     call["normalized_shape"] = shape
     reference.check_dropout_p(call["dropout_p"])
-    if activation and not (isinstance(activation, str) and activation in reference.ACTIVATION_NAMES):
+    known = reference.ACTIVATION_NAMES[1:] if call["is_gated"] else reference.ACTIVATION_NAMES[1:-1]
+    if activation and not (isinstance(activation, str) and activation in known):
         error = ValueError if isinstance(activation, str) else TypeError
-        known = ", ".join(reference.ACTIVATION_NAMES[1:])
-        raise error(f"activation must be one of {known}, or None, got {activation!r}")
+        raise error(f"activation must be one of {', '.join(known)}, or None, got {activation!r}")
+    if call["is_gated"]:
+        reference.check_gate(x, gate)
     if call["adds"]:
         call["residual_dtype"] = reference.check_add_arguments(x, residual, call["residual_dtype"], call["dropout_p"])
         if call["return_dropout_mask"] and _ops.is_dtensor(x):
@@ -538,21 +624,35 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
     ):  # fmt: skip
         raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
                          'rounding="torch" and stats_grad=True')  # fmt: skip
+    if _is_per_head(call, weight, bias) and (
+        (activation and not call["is_gated"]) or dropout_p or call["memory_efficient"] or call["accumulate_grad"]
+    ):  # fmt: skip
+        raise ValueError("a weight for each head goes with no activation, no dropout_p, no memory_efficient and no "
+                         "accumulate_grad")  # fmt: skip
     if call["accumulate_grad"] and torch.is_grad_enabled():
         for name, parameter in (("weight", weight), ("bias", bias)):
             _check_main_grad(name, parameter)
     if not is_dynamo_compiling():  # where numbers may be symbolic
         for name in ("eps", "weight_offset", "dropout_p"):
             call[name] = float(call[name])
-    for name in ("stats_grad", "training", "memory_efficient", "accumulate_grad", "return_dropout_mask"):
+    for name in ("stats_grad", "training", "memory_efficient", "accumulate_grad", "return_dropout_mask", "gates_y"):
         call[name] = bool(call[name])
     return shape
+
+
+def _is_per_head(call, *parameters) -> bool:
+    """Whether there is a weight or bias for each head."""
+    shape = call["normalized_shape"]
+    if call["is_modulated"] or shape is None:
+        return False
+    return any(t is not None and t.dim() > len(reference.as_shape(shape)) for t in parameters)
 
 
 def _is_plain(x, weight, bias, call) -> bool:
     """Whether PyTorch's own norm computes this call."""
     takes_more = (call["adds"] or call["weight_offset"] or call["activation"] or call["rounding"] != "torch"
-                  or call["is_modulated"] or (call["dropout_p"] and call["training"]))  # fmt: skip
+                  or call["is_modulated"] or call["is_gated"] or _is_per_head(call, weight, bias)
+                  or (call["dropout_p"] and call["training"]))  # fmt: skip
     if takes_more or not call["stats_grad"] or call["out_dtype"] not in (None, x.dtype):
         return False
     return all(t is None or t.dtype == x.dtype for t in (weight, bias))
@@ -623,6 +723,27 @@ def _gated_sum(x, gate, residual, dtype):
         return torch.addcmul(residual, x, gate).contiguous()  # in the accumulation type
     wide = reference.accumulation_dtype(x.dtype)
     return (residual.to(wide) + x.to(wide) * gate.to(wide)).to(dtype).contiguous()
+
+
+def _gated_norm(x, gate, weight, bias, group_size, **call):
+    """A gated norm; with a group_size that of x, gate, weight and bias with a dimension of groups."""
+    norm = _norm if is_dynamo_compiling() else _ops.norm
+    is_dense = isinstance(x, Tensor) and not x.is_nested
+    if is_dense and call["normalized_shape"] is None and weight is None and bias is None:
+        call["normalized_shape"] = x.shape[-1:]
+    if group_size is None or not is_dense:
+        return norm(x, None, gate, weight, bias, **call)
+    checked = _DEFAULTS | call
+    hidden_size, *others = _check(x, None, gate, weight, bias, checked)
+    if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
+        raise TypeError(f"group_size must be an int or None, got {type(group_size).__name__}")
+    if others or _is_per_head(checked, weight, bias):
+        raise ValueError("group_size goes with one normalized dimension, and no weight for each head")
+    if group_size < 1 or hidden_size % group_size:
+        raise ValueError(f"group_size must divide the normalized dimension, {hidden_size}, got {group_size}")
+    groups = (hidden_size // group_size, group_size)
+    x, gate, weight, bias = (t if t is None else t.unflatten(-1, groups) for t in (x, gate, weight, bias))
+    return norm(x, None, gate, weight, bias, **call | {"normalized_shape": groups[1:]}).flatten(-2)
 
 
 def _wants_gradients(tensors) -> bool:
@@ -706,9 +827,12 @@ class NormFunction(torch.autograd.Function):
 def _save(ctx, tensors, options, z, stats):
     """Save for backward what forward was given, and returned: z, or None without a load stage."""
     x, residual, gate, weight, bias, philox = tensors
+    is_gated = gate is not None and z is None
+    # For what it adds to, or, without a weight, for its shape
+    needs_bias = options.gates_y or options.per_head or (options.activation and not is_gated)
     ctx.save_for_backward(
-        x if z is None else z, stats, None if gate is None else x, gate, weight,
-        bias if options.activation else None, philox,
+        x if z is None else z, stats, None if gate is None or is_gated else x, gate, weight,
+        bias if needs_bias else None, philox,
     )  # fmt: skip
     ctx.set_materialize_grads(False)
     if z is not None and not any(ctx.needs_input_grad[:3]):

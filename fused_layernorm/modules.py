@@ -13,6 +13,8 @@ from .functional import (
     fused_adaptive_rms_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
+    fused_gated_layer_norm,
+    fused_gated_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
 )
@@ -20,7 +22,7 @@ from .reference import as_shape, check_dropout_p
 
 # Called as they are by torch.fx.symbolic_trace, which would otherwise trace into them.
 for _function in ("fused_adaptive_layer_norm", "fused_adaptive_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
-                  "fused_layer_norm", "fused_rms_norm"):  # fmt: skip
+                  "fused_gated_layer_norm", "fused_gated_rms_norm", "fused_layer_norm", "fused_rms_norm"):  # fmt: skip
     torch.fx.wrap(_function)
 
 
@@ -195,6 +197,79 @@ class FusedAdaptiveRMSNorm(nn.RMSNorm):
         )  # fmt: skip
 
 
+class FusedGatedLayerNorm(nn.LayerNorm):
+    """`fused_layernorm.fused_gated_layer_norm` with the parameters of `torch.nn.LayerNorm`, whose checkpoints load.
+
+    ``module(x, gate)`` returns y.
+    """
+
+    __prepare_scriptable__ = _not_scriptable
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = "silu",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+        weight_offset: float = 0.0,
+    ) -> None:
+        self.weight_offset = weight_offset  # before reset_parameters()
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, bias, device, dtype)
+        self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _take_offset_from(self)
+
+    def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return fused_gated_layer_norm(input, gate, self.weight, self.bias, self.eps, **_gated_options(self))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _extra_repr_of_gated(self)
+
+
+class FusedGatedRMSNorm(nn.RMSNorm):
+    """`fused_layernorm.fused_gated_rms_norm` with the parameters of `torch.nn.RMSNorm`, whose checkpoints load.
+
+    ``module(x, gate)`` returns y.
+    """
+
+    __prepare_scriptable__ = _not_scriptable
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = "silu",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+        weight_offset: float = 0.0,
+    ) -> None:
+        self.weight_offset = weight_offset  # before reset_parameters()
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
+        self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _take_offset_from(self)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return fused_gated_rms_norm(x, gate, self.weight, None, self.eps, **_gated_options(self))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _extra_repr_of_gated(self)
+
+
 def _add_options(module: FusedAddLayerNorm | FusedAddRMSNorm) -> dict[str, Any]:
     return {
         "dropout_p": module.dropout_p,
@@ -207,3 +282,25 @@ def _add_options(module: FusedAddLayerNorm | FusedAddRMSNorm) -> dict[str, Any]:
 def _extra_repr_of_add(module: FusedAddLayerNorm | FusedAddRMSNorm) -> str:
     residual_dtype = "" if module.residual_dtype is None else f", residual_dtype={module.residual_dtype}"
     return f", dropout_p={module.dropout_p}{residual_dtype}"
+
+
+def _take_offset_from(module: FusedGatedLayerNorm | FusedGatedRMSNorm) -> None:
+    """weight + weight_offset begins as 1."""
+    if module.elementwise_affine and module.weight_offset:
+        nn.init.constant_(module.weight, 1 - module.weight_offset)
+
+
+def _gated_options(module: FusedGatedLayerNorm | FusedGatedRMSNorm) -> dict[str, Any]:
+    return {
+        "activation": module.activation,
+        "norm_before_gate": module.norm_before_gate,
+        "group_size": module.group_size,
+        "normalized_shape": module.normalized_shape,
+        "weight_offset": module.weight_offset,
+    }
+
+
+def _extra_repr_of_gated(module: FusedGatedLayerNorm | FusedGatedRMSNorm) -> str:
+    always, if_given = ("activation", "norm_before_gate"), ("group_size", "weight_offset")
+    names = [*always, *(name for name in if_given if getattr(module, name))]
+    return "".join(f", {name}={getattr(module, name)!r}" for name in names)

@@ -28,11 +28,13 @@ class Options(NamedTuple):
     weight_offset: float = 0.0
     is_rms_norm: bool = False
     stats_grad: bool = True
-    activation: int = 0  # which of ACTIVATIONS
+    activation: int = 0  # which of ACTIVATIONS; of y, or of the gate of a gated norm
     dropout_p: float = 0.0
     drops_y: bool = False
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
+    gates_y: bool = False  # a gated norm's gate multiplies y, not x
+    per_head: bool = False  # the leading dimensions of weight and bias are x's last ones before the normalized
 
 
 class Wanted(NamedTuple):
@@ -64,13 +66,18 @@ def _silu_slope(u: Tensor) -> Tensor:
     return s * (1 + u * (1 - s))
 
 
-# Name, function, derivative; the order is that of csrc/norm_params.h.
+def _sigmoid_slope(u: Tensor) -> Tensor:
+    return torch.sigmoid(u) * torch.sigmoid(-u)
+
+
+# Name, function, derivative; the order is that of csrc/norm_params.h. The last is for gates only.
 ACTIVATIONS: tuple[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...] = (
     ("", lambda u: u, torch.ones_like),
     ("relu", F.relu, lambda u: (u > 0).to(u.dtype)),
     ("gelu", F.gelu, _gelu_slope),
     ("gelu_tanh", lambda u: F.gelu(u, approximate="tanh"), _gelu_tanh_slope),
     ("silu", F.silu, _silu_slope),
+    ("sigmoid", torch.sigmoid, _sigmoid_slope),
 )
 ACTIVATION_NAMES = tuple(name for name, _, _ in ACTIVATIONS)
 
@@ -138,7 +145,9 @@ def check_norm_arguments(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        if tuple(parameter.shape) != normalized_shape:
+        own = parameter.dim() if taken_from is None else 0  # more dimensions than normalized_shape: for each head
+        is_per_head = len(normalized_shape) < own <= x.dim() and tuple(parameter.shape) == tuple(x.shape[-own:])
+        if not is_per_head and tuple(parameter.shape) != normalized_shape:
             raise RuntimeError(f"{name} must have the shape of normalized_shape, [{_join(normalized_shape)}], "
                                f"got [{_join(parameter.shape)}]")  # fmt: skip
         if parameter.device != x.device:
@@ -147,6 +156,8 @@ def check_norm_arguments(
             raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, got {parameter.dtype}")
         if parameter.layout != torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got layout {parameter.layout}")
+    if weight is not None and bias is not None and weight.dim() != bias.dim():
+        raise RuntimeError(f"bias must have weight's shape, [{_join(weight.shape)}], got [{_join(bias.shape)}]")
     check_number("eps", eps)
     check_number("weight_offset", weight_offset)
     if weight is None and weight_offset != 0.0:
@@ -155,6 +166,24 @@ def check_norm_arguments(
         raise TypeError(f"out_dtype must be torch.float16, torch.bfloat16, torch.float32 or torch.float64, or None, "
                         f"got {out_dtype!r}")  # fmt: skip
     return normalized_shape
+
+
+def check_gate(x: Tensor, gate: Tensor) -> None:
+    """Raise for what is no gate of an x that is fine."""
+    if not isinstance(gate, Tensor):
+        raise TypeError(f"gate must be a Tensor, got {type(gate).__name__}")
+    _check_like("gate", gate, x)
+    if gate.dtype not in DTYPES:
+        raise TypeError(f"gate must be float16, bfloat16, float32 or float64, got {gate.dtype}")
+
+
+def _check_like(name: str, t: Tensor, x: Tensor) -> None:
+    if t.shape != x.shape:
+        raise RuntimeError(f"{name} must have x's shape, [{_join(x.shape)}], got [{_join(t.shape)}]")
+    if t.device != x.device:
+        raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
 
 
 def check_add_arguments(
@@ -166,15 +195,10 @@ def check_add_arguments(
     if residual is not None:
         if not isinstance(residual, Tensor):
             raise TypeError(f"residual must be a Tensor or None, got {type(residual).__name__}")
-        if residual.shape != x.shape:
-            raise RuntimeError(f"residual must have x's shape, [{_join(x.shape)}], got [{_join(residual.shape)}]")
-        if residual.device != x.device:
-            raise RuntimeError(f"residual must be on x's device, {x.device}, got {residual.device}")
+        _check_like("residual", residual, x)
         given = residual.dtype
         if not _goes_with(given, x.dtype):
             raise TypeError(f"residual must be of x's dtype, {_dtypes_beside(x)}, got {given}")
-        if residual.layout != torch.strided:
-            raise TypeError(f"residual must be a dense (strided) tensor, got layout {residual.layout}")
     if residual_dtype is None:
         return given
     if not _goes_with(residual_dtype, x.dtype):
@@ -268,19 +292,19 @@ def dropout(x: Tensor, mask: Tensor, dropout_p: float, dtype: torch.dtype) -> Te
     return torch.where(mask.view(x.shape), wide * scale, torch.zeros((), dtype=wide.dtype, device=x.device)).to(dtype)
 
 
-def broadcast(parameter: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
+def broadcast(parameter: Tensor, x: Tensor, options: Options) -> Tensor:
     """weight, bias or gate as it broadcasts to x: [batch, *normalized] has x's first dimension."""
-    own, leading = parameter.dim() - normalized_ndim, x.dim() - normalized_ndim
-    if own in (0, leading):
+    own, leading = parameter.dim() - options.normalized_ndim, x.dim() - options.normalized_ndim
+    if own in (0, leading) or options.per_head:
         return parameter
     return parameter.reshape(parameter.shape[0], *[1] * (leading - 1), *parameter.shape[1:])
 
 
-def _sum_to(values: Tensor, parameter_shape: Sequence[int], normalized_ndim: int) -> Tensor:
+def _sum_to(values: Tensor, parameter_shape: Sequence[int], options: Options) -> Tensor:
     """The sum over the rows that share a parameter of this shape, in that shape."""
-    own, leading = len(parameter_shape) - normalized_ndim, values.dim() - normalized_ndim
+    own, leading = len(parameter_shape) - options.normalized_ndim, values.dim() - options.normalized_ndim
     shape = tuple(parameter_shape)
-    if own not in (0, leading):
+    if own not in (0, leading) and not options.per_head:
         shape = (*shape[:1], *[1] * (leading - 1), *shape[1:])
     if shape == tuple(values.shape):
         return values.clone().reshape(tuple(parameter_shape))  # values may be a gradient that the caller holds
@@ -326,20 +350,29 @@ def norm_forward(
         x_hat = (z - mean) * rstd                           u = x_hat * (weight + weight_offset) + bias
         y = keep * dropout_scale * activation(u)
 
-    z is rounded to z_dtype before the statistics are taken. Without stats_grad, mean and rstd are constants to
-    differentiation. With rounding "llama", x_hat is rounded to z's dtype, and what follows is in the wider of that and
-    weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is "torch" for this function: the operations, and so the
-    bits, are those of GemmaRMSNorm.
+    A gate without a load stage makes a gated norm, whose activation is that of the gate::
+
+        gates_y:   z = x                        y = u * activation(gate)
+        otherwise: z = x * activation(gate)     y = u
+
+    z is rounded to z_dtype before the statistics are taken; that of a gated norm never is. Without stats_grad, mean and
+    rstd are constants to differentiation. With rounding "llama", x_hat is rounded to z's dtype, and what follows is in
+    the wider of that and weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is "torch" for this function: the
+    operations, and so the bits, are those of GemmaRMSNorm.
     """
     options = Options(*given)
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
     keep = _kept(x, philox, options)
     z = x
     stored = z_dtype(residual, options)
+    activate, factor = ACTIVATIONS[options.activation][1], None
+    if gate is not None and stored is None:
+        factor = activate(gate.to(wide))
+        z = x if options.gates_y else x.to(wide) * factor
     if stored is not None:
         z = x.to(wide)
         if gate is not None:
-            z = z * broadcast(gate, x, ndim)
+            z = z * broadcast(gate, x, options)
         if keep is not None and not options.drops_y:
             z = dropout(z, keep, options.dropout_p, wide)
         if residual is not None:
@@ -351,10 +384,13 @@ def norm_forward(
         y = _llama(y, z.dtype, weight, bias, options.weight_offset)
     else:
         if weight is not None:
-            y = y * (broadcast(weight, x, ndim).to(wide) + options.weight_offset)
+            y = y * (broadcast(weight, x, options).to(wide) + options.weight_offset)
         if bias is not None:
-            y = y + broadcast(bias, x, ndim).to(wide)
-    y = ACTIVATIONS[options.activation][1](y)
+            y = y + broadcast(bias, x, options).to(wide)
+    if factor is None:
+        y = activate(y)
+    elif options.gates_y:
+        y = y * factor
     if keep is not None and options.drops_y:
         y = dropout(y, keep, options.dropout_p, y.dtype)
     return y.to(options.out_dtype or x.dtype).contiguous(), None if stored is None else z
@@ -403,15 +439,26 @@ def norm_backward(
         grad_residual = grad_z      grad_x = keep * dropout_scale * gate * grad_z
         grad_gate = sum(keep * dropout_scale * x * grad_z)
         grad_weight = sum(grad_u * x_hat)      grad_bias = sum(grad_u)
+
+    Of a gated norm, whose x is the argument z::
+
+        gates_y:   grad_u = grad_output * activation(gate)   grad_gate = grad_output * u * activation'(gate)
+        otherwise: grad_x = grad_z * activation(gate)        grad_gate = grad_z * x * activation'(gate)
     """
     options, wanted = Options(*given[: len(Options._fields)]), Wanted(*given[len(Options._fields) :])
     ndim, wide = options.normalized_ndim, accumulation_dtype(z.dtype)
     dims = tuple(range(-ndim, 0))
     keep = _kept(z, philox, options)
-    grad_weight = grad_bias = grad_z = None
+    is_gated = gate is not None and options.residual_dtype is None
+    _, activate, slope = ACTIVATIONS[options.activation]
+    factor = None if gate is None else broadcast(gate, z, options)
+    if gate is not None and is_gated:
+        factor, x = activate(gate.to(wide)), z.to(wide)
+        z = z if options.gates_y else x * factor
+    grad_weight = grad_bias = grad_z = grad_factor = None
     if grad_output is not None:
-        scale = None if weight is None else broadcast(weight, z, ndim).to(wide) + options.weight_offset
-        shift = None if bias is None else broadcast(bias, z, ndim).to(wide)
+        scale = None if weight is None else broadcast(weight, z, options).to(wide) + options.weight_offset
+        shift = None if bias is None else broadcast(bias, z, options).to(wide)
         if wanted.z_is_y:
             x_hat = z.to(wide)
             x_hat = x_hat if shift is None else x_hat - shift
@@ -422,10 +469,13 @@ def norm_backward(
         grad_u = grad_output.to(wide)
         if keep is not None and options.drops_y:
             grad_u = dropout(grad_u, keep, options.dropout_p, wide)
-        if options.activation:
+        if options.gates_y or (options.activation and not is_gated):
             u = x_hat if scale is None else x_hat * scale
             u = u if shift is None else u + shift
-            grad_u = grad_u * ACTIVATIONS[options.activation][2](u)
+            if options.gates_y and factor is not None:
+                grad_factor, grad_u = grad_u * u, grad_u * factor
+            else:
+                grad_u = grad_u * slope(u)
         wdy = grad_u if scale is None else grad_u * scale
         grad_z = wdy
         if options.stats_grad:
@@ -434,11 +484,11 @@ def norm_backward(
             grad_z = grad_z - wdy.mean(dims, keepdim=True)
         grad_z = grad_z * rstd
         if wanted.grad_weight_dtype is not None and weight is not None:
-            grad_weight = _sum_to(grad_u * x_hat, weight.shape, ndim).to(wanted.grad_weight_dtype)
+            grad_weight = _sum_to(grad_u * x_hat, weight.shape, options).to(wanted.grad_weight_dtype)
         if wanted.grad_bias_dtype is not None:
-            given_parameter = next((t for t in (bias, weight, gate) if t is not None), None)
+            given_parameter = next((t for t in (bias, weight, None if is_gated else gate) if t is not None), None)
             shape = z.shape[z.dim() - ndim :] if given_parameter is None else given_parameter.shape
-            grad_bias = _sum_to(grad_u, shape, ndim).to(wanted.grad_bias_dtype)
+            grad_bias = _sum_to(grad_u, shape, options).to(wanted.grad_bias_dtype)
     if grad_residual_out is not None:
         grad_z = grad_residual_out.to(wide) if grad_z is None else grad_z + grad_residual_out
     if grad_z is None:  # neither y nor z has a gradient
@@ -448,9 +498,11 @@ def norm_backward(
     if keep is not None and not options.drops_y:
         grad_gated = dropout(grad_gated, keep, options.dropout_p, wide)
     if wanted.wants_gate and gate is not None and x is not None:
-        grad_gate = _sum_to(grad_gated * x, gate.shape, ndim).to(gate.dtype)
+        grad_factor = grad_gated * x if grad_factor is None else grad_factor
+        grad_factor = grad_factor * slope(gate.to(wide)) if is_gated else grad_factor
+        grad_gate = _sum_to(grad_factor, gate.shape, options).to(gate.dtype)
     if wanted.wants_x:
-        product = grad_gated if gate is None else grad_gated * broadcast(gate, z, ndim)
+        product = grad_gated if factor is None or options.gates_y else grad_gated * factor
         grad_x = _own(product.to(wanted.x_dtype), grad_output, grad_residual_out)
     if wanted.grad_residual_dtype is not None:
         grad_residual = _own(grad_z.to(wanted.grad_residual_dtype), grad_output, grad_residual_out)

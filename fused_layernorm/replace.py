@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import numbers
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functional import fused_layer_norm, fused_rms_norm
+from .functional import fused_gated_rms_norm, fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, _not_scriptable
 from .reference import DTYPES, as_shape
 
@@ -86,9 +87,10 @@ def replace_norms(
 
     Replaced are modules whose class is exactly `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, and norms of Hugging Face
     transformers and diffusers, timm and torchvision whose forward is one of the known formulas, compared as code, not
-    by name (Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, and the LayerNorms of images
-    over channels). Anything else is left as it is, with the reason: other subclasses, parametrized modules, instances
-    with a forward of their own, weights that are sharded or quantized. docs/models.md shows it for whole models.
+    by name (Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, the gated norms of Mamba 2,
+    Qwen3-Next, Kimi Linear and Falcon-H1, and the LayerNorms of images over channels). Anything else is left as it is,
+    with the reason: other subclasses, parametrized modules, instances with a forward of their own, weights that are
+    sharded or quantized. docs/models.md shows it for whole models.
 
     Only `module.__class__` changes, to a subclass of the original (and a normalized_shape of numpy's ints to Python's).
     Parameters stay the same objects (an optimizer made before goes on working), state_dict keys, hooks and names stay;
@@ -97,10 +99,11 @@ def replace_norms(
 
     Numerics: statistics and products in float32, one rounding at the end. That is what torch, OLMo, GPT-OSS, Gemma and
     Cohere do. Llama and T5 round the normalized value to 16 bits before they multiply by weight; there the result is up
-    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32. A norm of
-    a package other than torch returns the dtype the original returns (float32 where a Llama norm with float32 weight is
-    given bfloat16) and goes back to the original code for dtypes it cannot take in one pass, such as float64. Under
-    CUDA autocast the output has the input's dtype, where torch's LayerNorm returns float32.
+    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32. Others
+    round once more, before the gate or a bias: the report's note says how far apart that is. A norm of a package other
+    than torch returns the dtype the original returns (float32 where a Llama norm with float32 weight is given bfloat16)
+    and goes back to the original code for what it cannot take in one pass, such as float64 or a gate that is broadcast.
+    Under CUDA autocast the output has the input's dtype, where torch's LayerNorm returns float32.
 
     Args:
         model: any module; it may be a norm itself.
@@ -224,7 +227,10 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
     if formula is None:
         return None, f"unknown numerics (fingerprint {_class_fingerprint(cls)})"
     reason = why_not(module, formula)
-    return (None, reason) if reason else (_fused_class(cls), formula.note)
+    if reason:
+        return None, reason
+    adds_to_rounded = formula.note and formula.has_bias and module._parameters.get("bias") is not None
+    return _fused_class(cls), _ROUNDS_BEFORE_BIAS if adds_to_rounded else formula.note
 
 
 def why_not(module: nn.Module, formula: _Formula) -> str | None:
@@ -235,10 +241,8 @@ def why_not(module: nn.Module, formula: _Formula) -> str | None:
         weight = module._parameters.get("weight")
         if weight is None and getattr(module, "weight", None) is not None:
             return "its weight is not a Parameter of its own (sharded or reparametrized)"
-        if weight is not None and weight.dim() != 1 and not formula.like_torch:
-            return f"its weight has shape {tuple(weight.shape)}: not one value for each normalized element"
-    if not formula.has_bias and module._parameters.get("bias") is not None:
-        return "its bias is added to a value rounded before"
+    if formula.gates and getattr(module, "activation", "silu") not in _ACTIVATIONS:
+        return f"its gate has the activation {module.activation!r}"
     return None
 
 
@@ -247,21 +251,32 @@ class _Formula:
     """What the forward of a norm that is not torch's computes, in the terms of our functions."""
 
     is_rms_norm: bool = True
-    eps: str = "variance_epsilon"  # the attribute that holds it
+    eps: str | float = "variance_epsilon"  # the attribute that holds it, or its value
     has_weight: bool = True
     has_bias: bool = False
     like_torch: bool = False  # over the last dimensions, as many as the attribute normalized_shape has; else the last
     channels: str = "channels_last"  # or "channels_first": dimension 1 of 4; or "data_format": as that attribute says
     weight_offset: float = 0.0
+    # The sizes that the last dimension is cut into, groups and columns of a group with statistics of their own, as
+    # numbers or attributes that hold them; -1 for what follows from the other.
+    groups: tuple[str | int, str | int] | None = None
+    gates: str = ""  # what the argument `gate` multiplies, "x" or "y"; or "norm_before_gate": y where that is true
+    needs_gate: bool = False  # else gate=None is the norm without a gate
     promotes: bool = False  # the output has weight's dtype where that is wider than x's
     note: str = ""
 
 
 _ROUNDS_TWICE = "rounds once in float32; up to 1 ulp from the original in 16-bit dtypes"
+_ROUNDS_THRICE = "rounds once in float32; up to 2 ulp from the original in 16-bit dtypes"
+# Where the two cancel, that is more than 2 ulp of the result.
+_ROUNDS_BEFORE_BIAS = "rounds once in float32; up to 2 ulp of what bias is added to from the original in 16-bit dtypes"
 
 _LAYER_NORM = _Formula(is_rms_norm=False, eps="eps", has_bias=True, like_torch=True)
 _LAYER_NORM_2D = replace(_LAYER_NORM, channels="channels_first")
 _TIMM_RMS_NORM = _Formula(eps="eps", like_torch=True)
+
+# What a gated norm's attribute `activation`, where it has one, may be, and what our functions call it.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 # Fingerprints (see _fingerprint) of the forwards found in the known packages, by family. A new model's norm joins by
 # one line here, after its forward was read and put into the fields of _Formula, and one in tests/test_replace.py; the
@@ -281,12 +296,28 @@ _FORMULAS: dict[str, _Formula] = {
     "d14f89a5dec4": _Formula(eps="eps"),
     # (1 + weight) * x_hat: Gemma, Gemma 2, Gemma 3, Qwen3-Next, ...
     "6710578659c8": _Formula(eps="eps", weight_offset=1.0),
+    # the same, with groups: Qwen4-Exp
+    "a5cd0ccf6e69": _Formula(eps="eps", weight_offset=1.0, groups=(-1, "group_size")),
     # weight only if with_scale, the root as pow(-0.5): Gemma 4
     "fff138559223": _Formula(eps="eps"),
     # no weight: Llama 4's query and key norm, NanoChat, ...
     "3f95bfb133fe": _Formula(eps="eps", has_weight=False),
-    # LayerNorm without bias: Cohere
+    # x * silu(gate) in float32, normalized by groups, rounded to x's dtype, times weight: Mamba 2, Bamba, Zamba 2, ...
+    "c9c442456549": _Formula(groups=(-1, "group_size"), gates="x", promotes=True, note=_ROUNDS_TWICE),
+    # the same without groups: Mamba 2, Bamba in transformers 5.17
+    "0980ad20fbe5": _Formula(gates="x", promotes=True, note=_ROUNDS_TWICE),
+    # x_hat rounded, times weight, rounded where weight is 16-bit, times silu(gate): Qwen3-Next, Qwen3.5, OLMo Hybrid
+    "087ef86e729e": _Formula(gates="y", needs_gate=True, note=_ROUNDS_THRICE),
+    # the same in float32, rounded once, with a sigmoid: Kimi Linear, GLM-5-Next, ...
+    "bca31cb17089": _Formula(gates="y", needs_gate=True),
+    # silu(gate) before or after the norm of groups, rounded once: Falcon-H1
+    "ac73f98a6f34": _Formula(groups=("n_groups", -1), gates="norm_before_gate"),
+    # LayerNorm without bias; with a weight for each head for queries and keys: Cohere
     "6cec94f7e339": _Formula(is_rms_norm=False),
+    # x_hat rounded to x's dtype, times weight, plus bias, each rounded where they are 16-bit: DeBERTa
+    "f35d510d546f": _Formula(is_rms_norm=False, has_bias=True, promotes=True, note=_ROUNDS_TWICE),
+    # the same, with a weight and bias for each head: Chameleon
+    "9b814fe31f44": replace(_LAYER_NORM, eps=1e-5, promotes=True, note=_ROUNDS_TWICE),
     # LayerNorm of images, channels first or last: ConvNeXt, SAM, ...
     "20fec80cc1f5": replace(_LAYER_NORM, channels="data_format"),
     # the same, channels first only: torchvision's LayerNorm2d, EoMT
@@ -300,8 +331,8 @@ _FORMULAS: dict[str, _Formula] = {
     "40e064b4b0aa": _TIMM_RMS_NORM,
     # diffusers: FP32LayerNorm
     "3b84251245c5": _LAYER_NORM,
-    # x_hat rounded to weight's dtype where that is 16-bit, then multiplied by it: diffusers' RMSNorm without bias
-    "6f6c98a46773": _Formula(eps="eps", promotes=True, note=_ROUNDS_TWICE),
+    # x_hat rounded to weight's dtype where that is 16-bit, then multiplied by it: diffusers' RMSNorm
+    "6f6c98a46773": _Formula(eps="eps", has_bias=True, promotes=True, note=_ROUNDS_TWICE),
 }
 
 
@@ -341,7 +372,8 @@ def _fingerprint(forward: Callable, helper: Callable | None) -> str | None:
             return None
         if not isinstance(tree, ast.FunctionDef):
             return None
-        if any(function.__globals__.get(name, meant) is not meant for name, meant in _MEANT.items()):
+        meant = {**_MEANT, "ACT2FN": getattr(sys.modules.get("transformers.activations"), "ACT2FN", None)}
+        if any(function.__globals__.get(name, value) is not value for name, value in meant.items()):
             return None
         texts.append(_canonical(tree))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
@@ -372,24 +404,42 @@ class _FusedKnownNorm:
     __prepare_scriptable__ = _not_scriptable
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:  # the original's name for x
-        x = arguments[0] if arguments else next(iter(named.values()), None)
-        if isinstance(x, torch.fx.Proxy) or not takes_fused(self, self.formula, x):
+        x = arguments[0] if arguments else next((named[name] for name in named if name != "gate"), None)
+        gate = arguments[1] if len(arguments) > 1 else named.get("gate")
+        if (
+            isinstance(x, torch.fx.Proxy)
+            or len(arguments) + len(named) > (2 if self.formula.gates else 1)
+            or not takes_fused(self, self.formula, x, gate)
+        ):
             return super().forward(*arguments, **named)
-        return fused_forward(self, self.formula, x)
+        return fused_forward(self, self.formula, x, gate)
 
     def __reduce_ex__(self, protocol):
         # Pickle finds classes by name, and this one is made at run time: it is made again from the original.
         return _new_module, (self.original_class,), self.__dict__
 
 
-def takes_fused(module: nn.Module, formula: _Formula, x: Tensor) -> bool:
-    """Whether x, with the weight of `module`, is of dtypes for which one pass gives what `formula` says."""
+_TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes_fused(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | None = None) -> bool:
+    """Whether x and gate, with the weight of `module`, are such that one pass gives what `formula` says."""
+    if gate is None:
+        if formula.needs_gate:
+            return False
+    elif isinstance(gate, torch.fx.Proxy) or gate.dtype not in _TAKEN or gate.shape != x.shape:
+        return False
     weight = getattr(module, "weight", None) if formula.has_weight else None
-    takes_x = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return takes_x and (weight is None or weight.dtype in (x.dtype, torch.float32))
+    if weight is not None:
+        bias = getattr(module, "bias", None) if formula.has_bias else None
+        if weight.dtype not in (x.dtype, torch.float32) or (bias is not None and bias.dtype != weight.dtype):
+            return False
+        if weight.dim() != 1 and x.shape[x.dim() - weight.dim() :] != weight.shape:  # such as one head for all
+            return False
+    return x.dtype in _TAKEN
 
 
-def fused_forward(module: nn.Module, formula: _Formula, x: Tensor) -> Tensor:
+def fused_forward(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """The forward of `module`, a norm that computes `formula`, on our kernels."""
     weight = getattr(module, "weight", None) if formula.has_weight else None
     bias = getattr(module, "bias", None) if formula.has_bias else None
@@ -397,17 +447,32 @@ def fused_forward(module: nn.Module, formula: _Formula, x: Tensor) -> Tensor:
     channels_first = channels == "channels_first"
     if channels_first:
         x = x.permute(0, 2, 3, 1)
-    norm = fused_rms_norm if formula.is_rms_norm else fused_layer_norm
-    y = norm(
-        x,
-        weight,
-        bias,
-        getattr(module, formula.eps),
-        normalized_shape=module.normalized_shape if formula.like_torch else x.shape[-1:],
-        weight_offset=formula.weight_offset,
-        out_dtype=weight.dtype if formula.promotes and weight is not None else None,
-    )
+    groups = _groups(module, formula, x)
+    if groups:  # weight then has a value for each of their columns, as for heads
+        x, gate, weight = (t if t is None else t.unflatten(-1, groups) for t in (x, gate, weight))
+    eps = getattr(module, formula.eps) if isinstance(formula.eps, str) else formula.eps
+    options = {
+        "normalized_shape": module.normalized_shape if formula.like_torch else x.shape[-1:],
+        "weight_offset": formula.weight_offset,
+        "out_dtype": weight.dtype if formula.promotes and weight is not None else None,
+    }
+    if gate is None:
+        norm = fused_rms_norm if formula.is_rms_norm else fused_layer_norm
+        y = norm(x, weight, bias, eps, **options)
+    else:
+        activation = _ACTIVATIONS[getattr(module, "activation", "silu")]
+        gates_y = module.norm_before_gate if formula.gates == "norm_before_gate" else formula.gates == "y"
+        y = fused_gated_rms_norm(x, gate, weight, bias, eps, activation=activation, norm_before_gate=gates_y, **options)
+    y = y.flatten(-2) if groups else y
     return y.permute(0, 3, 1, 2) if channels_first else y
+
+
+def _groups(module: nn.Module, formula: _Formula, x: Tensor) -> list[int] | None:
+    """The sizes that x's last dimension is cut into; None for one group of them all."""
+    if formula.groups is None:
+        return None
+    sizes = [getattr(module, size) if isinstance(size, str) else size for size in formula.groups]
+    return None if sizes[0] == 1 or sizes[1] in (None, x.shape[-1]) else sizes
 
 
 @functools.cache

@@ -38,6 +38,8 @@ from fused_layernorm import (
     fused_adaptive_rms_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
+    fused_gated_layer_norm,
+    fused_gated_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
     reference,
@@ -83,7 +85,8 @@ def backward_arguments(forward, grad_output, results, *, grad_residual_out=None,
     )
     wanted = (z_is_y, x.dtype, "x" in wants, "g" in wants and gate is not None, of_residual, of_weight, of_bias)
     saved = y if z_is_y else z if has_load_stage else x
-    tensors = (grad_output, grad_residual_out, saved, stats, None if gate is None else x, gate, weight, bias, philox)
+    of_gate = x if gate is not None and has_load_stage else None  # in a gated norm that is `saved`
+    tensors = (grad_output, grad_residual_out, saved, stats, of_gate, gate, weight, bias, philox)
     return *(None if t is None else t.detach() for t in tensors), *options, *reference.Wanted(*wanted)
 
 
@@ -133,6 +136,7 @@ class Case:
     weight: object = X  # a dtype, X, or None: absent
     bias: object = X
     normalized_ndim: int = 1
+    heads_ndim: int = 0  # so many dimensions in front of those are of heads, each with a weight and bias of its own
     values: str = "normal"  # see `fill`
     layout: str = "contiguous"  # of x; see `laid_out`
     grad_layout: str = "contiguous"  # of grad_output
@@ -149,8 +153,8 @@ class Case:
         for name, kind in (("w", self.weight), ("b", self.bias)):
             if kind is not X:
                 parts.append(f"{name}:{DTYPE_NAMES.get(kind, 'none')}")
-        for name in ("normalized_ndim", "values", "layout", "grad_layout", "parameter_layout", "eps", "weight_offset",
-                     "stats_grad"):  # fmt: skip
+        for name in ("normalized_ndim", "heads_ndim", "values", "layout", "grad_layout", "parameter_layout", "eps",
+                     "weight_offset", "stats_grad"):  # fmt: skip
             if getattr(self, name) != Case.__dataclass_fields__[name].default:
                 parts.append(f"{name}:{getattr(self, name)}")
         return "-".join(parts + ([f"out:{DTYPE_NAMES[self.out_dtype]}"] if self.out_dtype else []))
@@ -158,6 +162,10 @@ class Case:
     @property
     def normalized_shape(self):
         return self.shape[len(self.shape) - self.normalized_ndim :]
+
+    @property
+    def parameter_shape(self):
+        return self.shape[len(self.shape) - self.normalized_ndim - self.heads_ndim :]
 
     @property
     def rows(self):
@@ -249,6 +257,25 @@ def cases():
         for dtype in (bf16, fp32):
             add(shape, normalized_ndim=normalized_ndim, dtype=dtype, core=True)
     add((2, 3, 40), normalized_ndim=2, weight=None, bias=None)
+
+    # A weight for each head.
+    for dtype in (bf16, fp32):
+        add((2, 5, 3, 24), heads_ndim=1, dtype=dtype, core=True)
+        add((2, 5, 3, 24), heads_ndim=2, dtype=dtype, weight=fp32, bias=fp32, weight_offset=1.0, core=True)
+        add((2, 5, 3, 24), heads_ndim=1, dtype=dtype, normalized_ndim=2, core=True)
+        add((7, 2, 5, 33), heads_ndim=2, dtype=dtype, bias=None, parameter_layout="stepped")
+        add((7, 5, 33), heads_ndim=1, dtype=dtype, weight=None, parameter_layout="offset_by_one")
+        add((5, 64), heads_ndim=1, dtype=dtype)  # a row for each
+        add((7, 1, 64), heads_ndim=1, dtype=dtype)
+        add((0, 5, 64), heads_ndim=1, dtype=dtype)
+        add((2, 5, 4, 64), heads_ndim=1, dtype=dtype, layout="qkv", grad_layout="qkv", core=True)
+        for layout in ("heads_first", "transposed"):
+            add((2, 3, 4, 32), heads_ndim=1, dtype=dtype, layout=layout, grad_layout=layout)
+        for shape in ((512, 32, 64), (1025, 24, 128), (3, 8192, 64), (40_000, 3, 40), (64, 12, 769), (129, 8, 4096)):
+            add(shape, heads_ndim=1, dtype=dtype, cuda_only=True)
+    for dtype in (fp16, fp64):
+        add((9, 5, 33), heads_ndim=1, dtype=dtype, stats_grad=False)
+        add((9, 5, 33), heads_ndim=1, dtype=dtype, out_dtype=fp32)
 
     # Layouts of x, of grad_output and of the parameters.
     for dtype in (bf16, fp32):
@@ -397,7 +424,7 @@ def make_inputs(case, device):
     for name, shift in (("weight", 0.7 - case.weight_offset), ("bias", 0.1)):
         dtype = case.parameter_dtype(name)
         if dtype is not None:
-            noise = torch.randn(case.normalized_shape, dtype=fp64, generator=generator, device=device)
+            noise = torch.randn(case.parameter_shape, dtype=fp64, generator=generator, device=device)
             parameters[name] = laid_out((shift + 0.5 * noise).to(dtype), case.parameter_layout)
     grad_output = laid_out(gradient_like(x, case, generator).to(case.y_dtype), case.grad_layout)
     return Inputs(x, parameters.get("weight"), parameters.get("bias"), grad_output)
@@ -438,7 +465,8 @@ def poisoned():
 
 def fused(case, x, weight, bias):
     """The library's function called as a user would; normalized_shape only where it is needed."""
-    options = {"normalized_shape": case.normalized_shape} if weight is None and bias is None else {}
+    is_asked = case.heads_ndim or (weight is None and bias is None)
+    options = {"normalized_shape": case.normalized_shape} if is_asked else {}
     if case.weight_offset and weight is not None:
         options["weight_offset"] = case.weight_offset
     if case.out_dtype is not None:
@@ -454,6 +482,10 @@ def with_torch(case, x, weight, bias):
         return in_plain_operations(case, x, weight, bias)
     if case.weight_offset and weight is not None:
         weight = weight + case.weight_offset
+    if case.heads_ndim:  # nor such a weight
+        y = with_torch(replace(case, heads_ndim=0, weight_offset=0.0), x, None, None)
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
     # As one normalized dimension: with several, backward of torch 2.11 fails above 65536 rows (pytorch 193016).
     shape, flat = x.shape, x.reshape(*x.shape[: x.dim() - case.normalized_ndim], case.hidden_size)
     weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
@@ -541,7 +573,7 @@ def expected(case, inputs):
     x, dy = matrix(wide.x), matrix(wide.grad_output)
     w = torch.ones((), dtype=fp64, device=x.device)
     if wide.weight is not None:
-        w = (wide.weight + case.weight_offset).reshape(-1)
+        w = beside_rows(wide.weight + case.weight_offset, case)
     mean = x.mean(1, keepdim=True) if case.op == "layer_norm" else torch.zeros_like(x[:, :1])
     eps = torch.finfo(reference_dtype(case)).eps if case.eps is None else case.eps
     rstd = ((x - mean).square().mean(1, keepdim=True) + eps).rsqrt()
@@ -561,9 +593,9 @@ def expected(case, inputs):
     repeats = math.prod(case.shape[dim] for dim in range(leading) if inputs.grad_output.stride(dim) == 0)
 
     def over_rows(terms):  # sqrt(rows) * rms
-        return (repeats * terms.square().sum(0)).sqrt()
+        return (repeats * sum_over_rows(terms.square(), case)).sqrt()
 
-    b = 0.0 if wide.bias is None else wide.bias.reshape(-1).abs()
+    b = 0.0 if wide.bias is None else beside_rows(wide.bias.abs(), case)
     terms = {
         "y": few_of_row * ((x_hat * w).abs() + b + tiny) + shift * w.abs(),
         "x": rstd * (few_of_row * (wdy + x_hat.abs() * mean_x_hat_wdy + mean_wdy)
@@ -595,7 +627,7 @@ def expected(case, inputs):
 def torch_result(case, inputs):
     """torch's own answer in x's dtype; where torch does not take the mix of dtypes, in fp32 and then rounded."""
     plain = not case.weight_offset and case.out_dtype is None and (case.op == "layer_norm" or inputs.bias is None)
-    plain = plain and case.stats_grad
+    plain = plain and case.stats_grad and not case.heads_ndim
     present = [getattr(inputs, name) for name in inputs.present()]
     if plain and all(t.dtype == case.dtype for t in present):
         return run(with_torch, case, inputs)
@@ -642,6 +674,16 @@ def same_bits(a, b):
 
 def rows_of(t, case):
     return t.reshape(case.rows, case.hidden_size)
+
+
+def beside_rows(parameter, case):
+    """weight or bias as it broadcasts to rows_of(x)."""
+    return rows_of(parameter.expand(case.shape), case) if case.heads_ndim else parameter.reshape(-1)
+
+
+def sum_over_rows(terms, case):
+    """Of rows, what becomes of a parameter's gradient."""
+    return terms.view(case.shape).sum_to_size(case.parameter_shape) if case.heads_ndim else terms.sum(0)
 
 
 def promised_rows(case, inputs):
@@ -765,7 +807,7 @@ class Sample:
         tensors["x"] = tensors["x"].to(case.dtype)
         for name, shift in (("weight", 0.7 - case.weight_offset), ("bias", 0.1)):
             dtype = case.parameter_dtype(name)
-            tensors[name] = None if dtype is None else (shift + 0.5 * normal(case.normalized_shape)).to(dtype)
+            tensors[name] = None if dtype is None else (shift + 0.5 * normal(case.parameter_shape)).to(dtype)
         tensors["grad_output"] = (self.grad_scale * gradient_like(tensors["x"], case, generator)).to(case.y_dtype)
         for name, value, position in self.special:
             if tensors[name] is not None and tensors[name].numel():
@@ -783,20 +825,28 @@ def placed(t, memory):
 
 ADD_OPS = {"layer_norm": fused_add_layer_norm, "rms_norm": fused_add_rms_norm}
 ADAPTIVE_OPS = {"layer_norm": fused_adaptive_layer_norm, "rms_norm": fused_adaptive_rms_norm}
+GATED_OPS = {"layer_norm": fused_gated_layer_norm, "rms_norm": fused_gated_rms_norm}
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"), "silu": F.silu}
+GATES = ACTIVATIONS | {"sigmoid": torch.sigmoid, None: lambda gate: gate}
 ARGUMENTS = ("x", "residual", "weight", "bias", "scale", "shift", "gate")
 GRADIENTS = {"y": "grad_output", "z": "grad_z"}
 
 
 @dataclass(frozen=True)
 class Fusion(Sample):
-    """A norm of z = residual + dropout(x), or residual + gate * x, and what is made of it."""
+    """A norm of z = residual + dropout(x), or residual + gate * x, and what is made of it; or a gated norm.
 
-    kind: str = "plain"  # of function: "plain", "add" or "adaptive"
+    Groups of a gated norm are heads of the case, whose last two dimensions are one to the call.
+    """
+
+    kind: str = "plain"  # of function: "plain", "add", "adaptive" or "gated"
     residual: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
     dropout_p: float = 0.0  # of x (add), or of y (plain)
-    activation: str | None = None
+    activation: str | None = None  # gated: of the gate
+    gate: torch.dtype | None = None  # of a gated norm
+    gates_y: bool = True
+    groups: bool = False
     rounding: str = "torch"
     memory_efficient: bool = False
     accumulate_grad: bool = False
@@ -805,11 +855,15 @@ class Fusion(Sample):
 
     @property
     def z_dtype(self):
+        if self.gate and not self.gates_y:
+            return reference_dtype(self.case)
         return self.residual_dtype or self.residual or self.case.dtype
 
     @property
     def follows(self):
         """Whether something is made of the norm, which then is not rounded yet."""
+        if self.gate:
+            return self.gates_y
         return bool(self.activation or self.modulations or (self.dropout_p and self.kind == "plain"))
 
     def is_composed(self, device):
@@ -841,15 +895,19 @@ class Fusion(Sample):
             given["residual"] = normal(case.shape, self.residual, self.sigma)
         for name, (shape, dtype) in self.modulations.items():
             given[name] = normal(shape, dtype)
+        if self.gate:
+            given["gate"] = normal(case.shape, self.gate, 2.0)
         if self.memory_efficient and self.seed % 2:  # y tells x: no weight near 0, and none smaller than its bias
             for name, make in (("weight", lambda w: 1 + w.abs() - case.weight_offset), ("bias", torch.tanh)):
                 if name in given:
                     given[name] = make(given[name].double()).to(given[name].dtype)
-        if self.residual:  # then the norm is of z, not of x
+        if self.residual or (self.gate and not self.gates_y):  # then the norm is of z, not of x
             z = given["x"].double()
-            if "gate" in given:
+            if self.gate:
+                z = z * GATES[self.activation](given["gate"].double())
+            elif "gate" in given:
                 z = z * reference.as_modulation("gate", given["gate"], given["x"], case.normalized_ndim).double()
-            z = z + given["residual"].double()
+            z = z + given["residual"].double() if self.residual else z
             if all(name != "grad_output" for name, *_ in self.special):
                 given["grad_output"] = (self.grad_scale * gradient_like(z, case, generator)).to(case.y_dtype)
         grad_z = self.grad_scale * gradient_like(given["x"], case, generator)
@@ -869,6 +927,14 @@ class Fusion(Sample):
         """{"y": ..., "z": ..., "mask": ...}: what the function returns."""
         case = self.case
         options = {"eps": case.eps, "normalized_shape": case.normalized_shape, "out_dtype": case.out_dtype}
+        if self.kind == "gated":
+            options |= {"activation": self.activation, "norm_before_gate": self.gates_y,
+                        "weight_offset": case.weight_offset}  # fmt: skip
+            tensors = [given.get(name) for name in ("x", "gate", "weight", "bias")]
+            if self.groups:
+                options |= {"group_size": case.hidden_size, "normalized_shape": None}
+                tensors = [t if t is None else t.flatten(-2) for t in tensors]
+            return {"y": GATED_OPS[case.op](*tensors, **options).view(case.shape)}
         if self.kind != "adaptive":
             options |= {"dropout_p": self.dropout_p, "activation": self.activation, "stats_grad": case.stats_grad,
                         "weight_offset": case.weight_offset}  # fmt: skip
@@ -895,8 +961,14 @@ class Fusion(Sample):
             found[name] = reference.as_modulation(name, found[name], given["x"], self.case.normalized_ndim)
         return {name: t.double().requires_grad_() for name, t in found.items()}
 
+    def opened(self, given):
+        """What a gated norm's x is multiplied by, before the norm."""
+        return 1.0 if self.gates_y else GATES[self.activation](given["gate"])
+
     def after(self, n, given, keeps):
         """y, from the norm."""
+        if self.gate:
+            return n * GATES[self.activation](given["gate"]) if self.gates_y else n
         if self.modulations:
             n = n * (1 + given["scale"]) + given.get("shift", 0.0)
         if self.activation:
@@ -904,12 +976,14 @@ class Fusion(Sample):
         return dropped(n, keeps, self.dropout_p) if keeps is not None and self.kind == "plain" else n
 
     def definition(self, given, rounded_z, keeps):
-        """(y, z, norm of z), in the dtype given; z has the value it was rounded to, and the derivative of what was."""
-        z = given["x"] * given.get("gate", 1.0)
+        """(y, z, norm of z), in the dtype given; z has the value it was rounded to, and the derivative of what was; the
+        z of a gated norm is not rounded."""
+        z = given["x"] * (given.get("gate", 1.0) if not self.gate else self.opened(given))
         if keeps is not None and self.kind == "add":
             z = dropped(z, keeps, self.dropout_p)
         z = z + given.get("residual", 0.0)
-        z = rounded_z.to(z.dtype) + (z - z.detach())
+        if not self.gate:
+            z = rounded_z.to(z.dtype) + (z - z.detach())
         n = in_plain_operations(self.norm, z, given.get("weight"), given.get("bias"))
         return self.after(n, given, keeps), z, n
 
@@ -930,6 +1004,12 @@ def gradients_of(outputs, leaves, gradients, **options):
         outputs, gradients = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, **options)
     return [torch.zeros_like(leaf) if f is None else f for leaf, f in zip(leaves, found, strict=True)]
+
+
+def value_and_slope(function, t):
+    leaf = t.detach().requires_grad_()
+    value = function(leaf)
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
 
 
 def leaves_of(given, wants):
@@ -980,7 +1060,9 @@ def judge_fusion(drawn, given, found, keeps=None):
 def z_of_fusion(drawn, given, keeps):
     """What is normalized, rounded to its dtype."""
     case, kept, z = drawn.case, reference_dtype(drawn.case), given["x"]
-    if drawn.kind == "plain":
+    if drawn.gate and not drawn.gates_y:  # not rounded by the norm, and here to the accumulation type
+        return z.to(kept) * GATES[drawn.activation](given["gate"].to(kept))
+    if drawn.kind in ("plain", "gated"):
         return z
     if "gate" in given:
         z = z.to(kept) * reference.as_modulation("gate", given["gate"], z, case.normalized_ndim).to(kept)
@@ -1002,10 +1084,11 @@ def expected_fusion(drawn, given, z, keeps):
     The norm, and the gradients that come out of it, may be off by the limit of `expected`. What is made of the norm may
     be off by what it changes by where the norm is off by its limit, and 16 units of the accumulation type for each
     term; so may its derivative, and through the norm's backward goes an absolute bound of that. Sums over rows that
-    share a modulation are judged as those of a weight. Beyond that, one unit of each dtype that a value is rounded to
-    on the way: z's where gradients of z are added by autograd, x's for x_hat with rounding="llama" (and for its
-    gradient, where that is autograd's) and the dtype of its product with weight for what follows, y's for
-    memory_efficient.
+    share a modulation are judged as those of a weight. The activation of a gate may be off by 16 units of the gate's
+    size (of 1, for sigmoid, and for its derivative), and a z that it is a factor of likewise. Beyond that, one unit of
+    each dtype that a value is rounded to on the way: z's where gradients of z are added by autograd, x's for x_hat with
+    rounding="llama" (and for its gradient, where that is autograd's) and the dtype of its product with weight for what
+    follows, y's for memory_efficient.
     """
     case, norm = drawn.case, drawn.norm
     kept, device = reference_dtype(case), given["x"].device
@@ -1028,14 +1111,20 @@ def expected_fusion(drawn, given, z, keeps):
     x_hat = ((x - mean) * rstd).abs()
     w = x_hat.new_ones(())
     if "weight" in wide:
-        w = (wide["weight"] + case.weight_offset).abs().reshape(-1)
+        w = beside_rows((wide["weight"] + case.weight_offset).abs(), case)
     n = n.detach()
     if drawn.rounding == "llama":
         coarse = torch.finfo(case.dtype)
         limits["y"] += 3 * coarse.eps * ((x_hat * w).view(n.shape) + n.abs() + coarse.tiny)
     terms, terms_of_slope = n.abs(), torch.ones_like(n)
+    activated = wide["gate"] if drawn.gate else n
     if drawn.activation == "gelu_tanh":  # its slope has a term of that size times 1 - tanh², which cancels
-        terms_of_slope = terms_of_slope + 0.4 * n.abs() * (1 + 0.14 * n.square())
+        terms_of_slope = terms_of_slope + 0.4 * activated.abs() * (1 + 0.14 * activated.square())
+    if drawn.gate:
+        terms_of_gate_slope = terms_of_slope
+        terms_of_gate = torch.ones_like(n) if drawn.activation == "sigmoid" else activated.abs()
+        factor_of_gate, gate_slope = value_and_slope(GATES[drawn.activation], wide["gate"])
+        terms, terms_of_slope = terms * terms_of_gate, terms_of_gate
     if drawn.modulations:
         factor = 1 + wide["scale"].abs()
         terms, terms_of_slope = terms * factor + wide.get("shift", n.new_zeros(())).abs(), terms_of_slope * factor
@@ -1060,7 +1149,9 @@ def expected_fusion(drawn, given, z, keeps):
             beside = [given[name].dtype for name in ("weight", "bias") if name in given]
             between = torch.finfo(functools.reduce(torch.promote_types, beside, drawn.z_dtype))
             limits["y"] = limits["y"] + between.eps * (size + between.tiny)
-    if device.type == "cuda" and (drawn.activation or (drawn.kind == "plain" and keeps is not None)):
+    if device.type == "cuda" and (
+        (drawn.activation and not drawn.gate) or (drawn.kind == "plain" and keeps is not None)
+    ):
         between = torch.finfo(torch.promote_types(drawn.z_dtype, case.y_dtype))  # to which dn is rounded
         off = off + between.eps * (dn.abs() + between.tiny)
     off, wdy = by_row(off), by_row(dn.abs()) * w
@@ -1071,22 +1162,37 @@ def expected_fusion(drawn, given, z, keeps):
         info, b = torch.finfo(case.dtype), wide["bias"].abs() if "bias" in wide else n.new_zeros(())
         off_x_hat = by_row(info.eps * (n.abs() + info.tiny) + off_norm + 4 * unit * (n.abs() + b)) / w
     off_z = w * off
+    if drawn.gate and not drawn.gates_y:
+        off_factor = by_row(16 * unit * wide["x"].abs() * terms_of_gate)
+        off_rstd = rstd * (x_hat * off_factor).mean(1, keepdim=True)  # in proportion
+        off_x_hat = rstd * (off_factor + off_factor.mean(1, keepdim=True)) + x_hat * off_rstd
+        limits["y"] = limits["y"] + (w * off_x_hat).view(n.shape)
+        off_z = off_z + off_rstd * (wdy + x_hat * (x_hat * wdy).mean(1, keepdim=True) + wdy.mean(1, keepdim=True))
     if case.stats_grad:
         off_z = off_z + x_hat * (x_hat * w * off + off_x_hat * wdy).mean(1, keepdim=True)
         off_z = off_z + (w * off).mean(1, keepdim=True) + off_x_hat * (x_hat * wdy).mean(1, keepdim=True)
     off_z = limits.pop("x") + (rstd * off_z).view(n.shape)
     for name, more in (("weight", off * x_hat + by_row(dn.abs()) * off_x_hat), ("bias", off)):
         if name in limits:
-            limits[name] = limits[name] + more.sum(0).view(case.normalized_shape)
+            limits[name] = limits[name] + sum_over_rows(more, case).view(case.parameter_shape)
 
     # From z to what it is made of; and sums over the rows that share a modulation.
-    if drawn.kind != "plain":
+    if drawn.kind not in ("plain", "gated"):
         rounded = torch.finfo(drawn.z_dtype).eps if drawn.is_composed(device) else unit
         off_z = off_z + rounded * dz_in_all.abs() + unit * off_z
     factor = wide.get("gate", n.new_ones(())).abs()
     if drawn.kind == "add" and keeps is not None:
         factor = keeps * scale_of_kept
+    if drawn.gate:
+        factor = 1.0 if drawn.gates_y else factor_of_gate.abs()
+        pairs = ((dy, 0.0), (n, off_norm)) if drawn.gates_y else ((dz_in_all, off_z), (wide["x"], 0.0))
+        (one, off_one), (two, off_two) = ((t.abs(), off_t) for t, off_t in pairs)  # of whose product it is the factor
+        limits["gate"] = (
+            off_one * two + one * off_two
+        ) * gate_slope.abs() + 16 * unit * one * two * terms_of_gate_slope
     limits |= {"x": off_z * factor, "residual": off_z}
+    if drawn.gate and not drawn.gates_y:
+        limits["x"] = limits["x"] + 16 * unit * dz_in_all.abs() * terms_of_gate
     few = 4 + case.rows.bit_length() / 2
     summed = {
         "scale": (dy * n, dy.abs() * off_norm), "shift": (dy, torch.zeros_like(dy)),
@@ -1111,7 +1217,7 @@ def expected_fusion(drawn, given, z, keeps):
             limit = limit + coarser.eps * (truth.abs() + coarser.tiny)
         if name not in ("y", "weight", "bias"):  # the rounding of others is in their limits
             limit = limit + info.eps * (truth.abs() + info.tiny) + 2 * unit * truth.abs()
-        of_rows = name in ("y", "x", "residual")
+        of_rows = name in ("y", "x", "residual") or (name == "gate" and drawn.gate)
         matters = promised[:, None].expand_as(x).reshape(case.shape) if of_rows else promised.all().expand_as(truth)
         limits_of[name] = (truth, limit, matters, dtype)
     return limits_of

@@ -25,6 +25,8 @@ from fused_layernorm import (
     fused_adaptive_layer_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
+    fused_gated_layer_norm,
+    fused_gated_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
 )
@@ -316,6 +318,7 @@ def check_stages_dtensor(device, rank, world_size):
     x, residual, grad_y, per_token = torch.randn(4, 4, 6, 16, device=device)
     per_sample, gate, shift = torch.randn(3, 4, 1, 16, device=device)
     weight, bias = torch.randn(2, 16, device=device)
+    of_heads = torch.randn(6, 16, device=device)
     calls = {
         "activation": (lambda x, w, b: fused_layer_norm(x, w, b, activation="gelu"), (x, weight, bias)),
         "activation beside a residual": (
@@ -324,6 +327,14 @@ def check_stages_dtensor(device, rank, world_size):
         "by token": (lambda x, of: fused_adaptive_layer_norm(x, of, of), (x, per_token)),
         "gate": (lambda x, r, s, t, g: fused_adaptive_layer_norm(x, s, t, gate=g, residual=r)[0],
                  (x, residual, per_sample, shift, gate)),
+        "gated": (lambda *of: fused_gated_rms_norm(*of), (x, per_token, weight, bias)),
+        "gated, without a weight": (lambda x, g, b: fused_gated_layer_norm(x, g, None, b, norm_before_gate=False),
+                                    (x, per_token, bias)),
+        "gated, in groups": (lambda *of: fused_gated_rms_norm(*of, norm_before_gate=False, group_size=8),
+                             (x, per_token, weight)),
+        "of heads": (lambda *of: fused_layer_norm(*of, normalized_shape=16), (x, of_heads, of_heads)),
+        "bias of heads": (lambda x, b: fused_rms_norm(x, None, b, normalized_shape=16), (x, of_heads)),
+        "of heads, gated": (lambda *of: fused_gated_rms_norm(*of, normalized_shape=16), (x, per_token, of_heads)),
     }  # fmt: skip
     for (name, (call, tensors)), split in itertools.product(calls.items(), (0, 1, None)):
         single = [t.clone().requires_grad_() for t in tensors]
@@ -331,8 +342,8 @@ def check_stages_dtensor(device, rank, world_size):
         truths = torch.autograd.grad(truth, single, grad_y)
 
         def placement(t, split=split):  # whole where a parameter has no values of its own along the split
-            is_split = split is not None and t.dim() == 3 and t.shape[split] == x.shape[split]
-            return [Shard(split) if is_split else Replicate()]
+            own = -1 if split is None else split - (x.dim() - t.dim())
+            return [Shard(own) if own >= 0 and t.shape[own] == x.shape[split] else Replicate()]
 
         leaves = [distribute_tensor(t, mesh, placement(t)).requires_grad_() for t in tensors]
         distributed = distribute_tensor(grad_y, mesh, placement(grad_y))
@@ -351,7 +362,8 @@ def check_stages_dtensor(device, rank, world_size):
 
 @on_backends(2)
 def test_stages_dtensor(run):
-    """activation, modulation and gate of DTensors: no communication, sums over rows left to be added up"""
+    """activation, modulation, gates and weights of heads of DTensors: no communication, sums over rows left to be added
+    up"""
     run(check_stages_dtensor)
 
 

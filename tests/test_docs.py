@@ -88,7 +88,7 @@ def test_new_calls_of_the_migration_table_run(row):
     N, M = 16, 24
     names = {name: getattr(fused_layernorm, name) for name in fused_layernorm.__all__}
     names |= {"torch": torch, "nn": torch.nn, "N": N, "M": M, "eps": 1e-5, "p": 0.1}
-    names |= {name: torch.randn(4, 5, N, requires_grad=True) for name in ("x", "residual", "scale", "shift")}
+    names |= {name: torch.randn(4, 5, N, requires_grad=True) for name in ("x", "residual", "scale", "shift", "gate")}
     names |= {name: torch.nn.Parameter(torch.rand(N) + 1) for name in ("weight", "bias")}
     for parameter in (names["weight"], names["bias"]):
         parameter.main_grad = torch.zeros(N)

@@ -81,6 +81,7 @@ OPTIONS = {
     "weight_offset": st.sampled_from([0.0, 1.0, -0.25]),
     "out_dtype": st.sampled_from([None, None, fp16, bf16, fp32, fp64]),
     "stats_grad": st.sampled_from([True, True, True, False]),
+    "heads_ndim": st.sampled_from([0, 0, 0, 1, 2]),
 }
 DTYPES = st.sampled_from([fp16, bf16, fp32, fp64])
 # Fusion the lengths at which a vector, a warp, a block or a plan of the kernels is full.
@@ -105,6 +106,8 @@ def cases(draw, **fixed):
     case = Case((*leading, *normalized), normalized_ndim=len(normalized), **{k: draw(s) for k, s in options.items()})
     if case.weight is None:
         case = replace(case, weight_offset=0.0)
+    if case.heads_ndim > len(leading):
+        case = replace(case, heads_ndim=len(leading))
     if case.dtype == fp64:
         case = replace(case, **{name: X for name in ("weight", "bias") if getattr(case, name) == fp32})
     return case
@@ -133,7 +136,7 @@ GRAD_SCALES = (1.0, 1.0, 1e-4, 1e3, 1e-30)
 def fuzzed(draw, special=False, sigmas=SIGMAS, grad_scales=GRAD_SCALES, **fixed):
     case = draw(cases(**fixed))
     dims = {"x": len(case.shape), "grad_output": len(case.shape)}
-    dims |= {name: len(case.normalized_shape) for name in ("weight", "bias")}
+    dims |= {name: len(case.parameter_shape) for name in ("weight", "bias")}
     present = ["x", *(name for name in ("weight", "bias") if getattr(case, name) is not None)]
     positions = st.tuples(st.sampled_from(["x", "grad_output", "weight", "bias"]), st.sampled_from(SPECIAL),
                           st.integers(0, MOST_ELEMENTS))  # fmt: skip
@@ -170,7 +173,7 @@ def check_case(drawn):
         if name in ("weight", "bias") and DEVICE == "cuda" and "x" not in drawn.wants:
             continue  # docs/reliability.md, "Not promised"
         assert equal_bits(value, again[name]), f"{name} depends on the layout, the way, or what else is wanted"
-    if case.rows:
+    if case.rows and not case.heads_ndim:
         row = drawn.seed % case.rows
         alone = replace(case, shape=(1, *case.normalized_shape))
         part = Inputs(plain.x.reshape(-1, *case.normalized_shape)[row : row + 1], plain.weight, plain.bias,
@@ -217,7 +220,7 @@ def check_second_order(drawn):
     unit, tiny = torch.finfo(kept).eps, torch.finfo(kept).tiny
     truth = second_order(in_plain_operations, case, wide, drawn.wants, directions)
     if narrow.weight is None:  # torch.layer_norm with a bias alone raises an error in double backward
-        narrow.weight = torch.ones(case.normalized_shape, dtype=kept, device=DEVICE)
+        narrow.weight = torch.ones(case.parameter_shape, dtype=kept, device=DEVICE)
     if drawn.wants == ("bias",):  # with many rows that alone raises an error in backward (torch 2.11, CUDA, fp64)
         torchs = second_order(
             with_torch, case, narrow, ("weight", "bias"), [torch.zeros_like(narrow.weight), *directions]
@@ -259,24 +262,32 @@ def check_second_order(drawn):
 
 @st.composite
 def fusions(draw, activations=tuple(ACTIVATIONS), only_first=True, **fixed):
+    kind, more = draw(st.sampled_from(["plain", "add", "add", "adaptive", "gated"])), {}
+    fixed |= {"heads_ndim": 0} if kind == "adaptive" else {}
     base = draw(fuzzed(sigmas=(1.0, 1.0, 1e-4, 300.0), grad_scales=(1.0, 1e-4), **fixed))
-    case, kind, more = base.case, draw(st.sampled_from(["plain", "add", "add", "adaptive"])), {}
+    case = base.case
     of_x = st.sampled_from([case.dtype, fp64 if case.dtype == fp64 else fp32])
 
     def one_in(n):
         return draw(st.integers(1, n)) == n
 
-    if kind == "plain" and only_first:  # with first derivatives only
+    if kind == "plain" and only_first and not case.heads_ndim:  # with first derivatives only
         more["memory_efficient"] = one_in(3)
         more["accumulate_grad"] = case.dtype != fp64 and one_in(3)
     if more.get("memory_efficient"):
         case = replace(case, out_dtype=None, stats_grad=True)
+    elif kind == "gated":
+        case = replace(case, stats_grad=True)
+        more["gate"], more["gates_y"] = draw(DTYPES), draw(st.booleans())
+        more["activation"] = draw(st.sampled_from([None, *activations, "sigmoid"]))
+        more["groups"] = case.heads_ndim == case.normalized_ndim == 1 and draw(st.booleans())
     elif kind != "adaptive":
-        more["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9, 1.0]))
-        more["activation"] = draw(st.sampled_from([None, None, None, *activations]))
+        if not case.heads_ndim:
+            more["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9, 1.0]))
+            more["activation"] = draw(st.sampled_from([None, None, None, *activations]))
         if case.op == "rms_norm" and only_first:  # roundings have the gradients of "torch"
             more["rounding"] = draw(st.sampled_from(["torch", "torch", "llama", "gemma"]))
-    if kind != "plain" and not one_in(4):
+    if kind in ("add", "adaptive") and not one_in(4):
         more["residual"] = draw(of_x)
     if kind == "add" or more.get("residual"):
         more["residual_dtype"] = draw(st.one_of(st.none(), of_x))
@@ -291,9 +302,11 @@ def fusions(draw, activations=tuple(ACTIVATIONS), only_first=True, **fixed):
             shapes[2] += case.normalized_shape
             shapes += [(leading[0], *case.normalized_shape)] if len(leading) > 1 else []
             modulations[name] = draw(st.sampled_from(shapes)), draw(of_x)
-    shapes = {"grad_z": case.shape, "residual": case.shape} | {name: shape for name, (shape, _) in modulations.items()}
+    shapes = dict.fromkeys(("grad_z", "residual", "gate"), case.shape) | {
+        name: shape for name, (shape, _) in modulations.items()
+    }
     memory = base.memory | {name: draw(memories(len(shape), False)) for name, shape in shapes.items()}
-    present = ["x", *(["residual"] if more.get("residual") else []),
+    present = ["x", *(name for name in ("residual", "gate") if more.get(name)),
                *(name for name in ("weight", "bias") if getattr(case, name) is not None), *modulations]  # fmt: skip
     wants = tuple(name for name in present if draw(st.booleans())) or (draw(st.sampled_from(present)),)
     route = draw(st.sampled_from(["node", "node", "function", "reference"]))
@@ -320,7 +333,9 @@ def check_drawn_fusion(drawn):
             continue  # docs/reliability.md, "Not promised"
         if name in ("y", "z", "mask") or not (drawn.activation or name in drawn.modulations):
             assert equal_bits(value, again[name]), f"{name} depends on the layout, or on what else is wanted"
-    if case.rows and not drawn.activation and drawn.kind != "adaptive":  # docs/reliability.md, "Not promised"
+    if (
+        case.rows and not (drawn.activation or case.heads_ndim) and drawn.kind != "adaptive"
+    ):  # docs/reliability.md, "Not promised"
         row = 0 if drawn.dropout_p else drawn.seed % case.rows  # dropout asks for the row's number
         alone = replace(drawn, case=replace(case, shape=(1, *case.normalized_shape)))
         part = {

@@ -13,7 +13,7 @@ from fused_layernorm import replace_norms
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of versions that do not fit, which has a test below
     from fused_layernorm.integrations import hf_kernels
-    from fused_layernorm.integrations.hf_kernels import KERNEL_MAPPING, RMSNorm
+    from fused_layernorm.integrations.hf_kernels import KERNEL_MAPPING, RMSNorm, RMSNormGated
 
 SMALL = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 50, "pad_token_id": 0}  # fmt: skip
@@ -43,7 +43,8 @@ def run(model):
 
 
 def is_ours(module):
-    return getattr(vars(module).get("forward"), "__func__", None) is RMSNorm.forward
+    ours = (RMSNorm.forward, RMSNormGated.forward)
+    return getattr(vars(module).get("forward"), "__func__", None) in ours
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,14 +121,18 @@ def test_a_norm_of_unknown_formula_computes_what_it_did(kernels):
 
 @pytest.mark.parametrize("name, family, cls", [
     ("RMSNorm", "olmo2", "Olmo2RMSNorm"), ("RMSNormZeroCentered", "gemma", "GemmaRMSNorm"),
+    ("RMSNormGated", "qwen3_next", "Qwen3NextRMSNormGated"), ("RMSNormGated", "kimi_linear", "KimiLinearRMSNormGated"),
+    ("LayerNorm", None, "LayerNorm"),
 ])  # fmt: skip
 def test_other_formulas_under_the_same_names(kernels, monkeypatch, name, family, cls):
-    norm_class = getattr(package(f"transformers.models.{family}.modeling_{family}"), cls)
+    module = package(f"transformers.models.{family}.modeling_{family}") if family else nn
+    norm_class = getattr(module, cls)
     monkeypatch.setattr(norm_class, "kernel_layer_name", name, raising=False)
     norm = randomize_norms(norm_class(24))
-    x = torch.randn(5, 24)
-    expected = norm(x)
+    inputs = torch.randn(2 if "Gated" in name else 1, 5, 24).unbind()
+    expected = norm(*inputs)
     with kernels.use_kernel_mapping(KERNEL_MAPPING, inherit_mapping=False):
-        kernels.kernelize(norm, mode=kernels.Mode.TRAINING, use_fallback=False)
+        kernels.kernelize(norm, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, use_fallback=False)
     assert is_ours(norm)
-    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm(*inputs), expected)
+    torch.testing.assert_close(torch.compile(norm, backend="aot_eager", fullgraph=True)(*inputs), expected)

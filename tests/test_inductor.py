@@ -24,6 +24,7 @@ from fused_layernorm import (
     _backend,
     fused_adaptive_layer_norm,
     fused_add_layer_norm,
+    fused_gated_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
     replace_norms,
@@ -250,6 +251,11 @@ def modulated(x, r, m, weight, bias):
     return fused_adaptive_layer_norm(r + x @ m, scale, shift)
 
 
+def of_heads(x, r, m, weight, bias):
+    z = r + x @ m
+    return z + fused_layer_norm(z, weight.expand(5, -1) * 2, bias.expand(5, -1) + 1, normalized_shape=SIZE) @ m
+
+
 def late_weight(x, r, m, weight, bias):
     z = r + x @ m
     return fused_layer_norm(z, (weight @ m).sin(), bias)
@@ -270,8 +276,8 @@ def wider_result(x, r, m, weight, bias):
 
 FOLDED = [
     (one_sum, 1, 0), (used_elsewhere, 1, 1), (two_norms_of_one_sum, 1, 1), (chain, 3, 2), (flattened, 1, 1),
-    (unflattened, 1, 1), (two_dimensions, 1, 0), (activated, 1, 0), (modulated, 1, 0), (late_weight, 1, 0),
-    (without_parameters, 1, 1), (gradient_of_graph_input, 0, 1), (wider_result, 1, 0),
+    (unflattened, 1, 1), (two_dimensions, 1, 0), (activated, 1, 0), (modulated, 1, 0), (of_heads, 1, 1),
+    (late_weight, 1, 0), (without_parameters, 1, 1), (gradient_of_graph_input, 0, 1), (wider_result, 1, 0),
 ]  # fmt: skip
 
 
@@ -362,6 +368,17 @@ def row_of_x(x, r, m, weight, bias):
     return fused_adaptive_layer_norm(x, x[:, :1], None) @ m + r
 
 
+def gated(x, r, m, weight, bias):
+    z = r + x @ m
+    return z + fused_gated_rms_norm(z, x @ m, weight, bias, norm_before_gate=False) + fused_gated_rms_norm(z, r @ m) @ m
+
+
+def view_of_heads(x, r, m, weight, bias):
+    z = r + x @ m
+    heads = (t[:5, None].expand(5, SIZE) for t in (weight, bias))
+    return fused_layer_norm(z.view(1, 2, 5, SIZE), *heads, normalized_shape=SIZE)
+
+
 def has_residual(x, r, m, weight, bias):
     return fused_add_layer_norm(x @ m + r, r, weight, bias)[0]
 
@@ -385,6 +402,8 @@ LEFT = [
     weight_of_z,
     row_of_z,
     row_of_x,
+    gated,
+    view_of_heads,
     has_residual,
     other_columns,
     whole_of_parts,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from norm_cases import (
     ACTIVATIONS,
+    GATES,
     OPS,
     Case,
     Fusion,
@@ -24,6 +25,7 @@ from norm_cases import (
     on_devices,
     one_thread,
     reference_dtype,
+    value_and_slope,
     z_of_fusion,
 )
 
@@ -50,6 +52,10 @@ def adaptive(n, dtype, by, residual=None):
     names = ("scale", "shift", "gate") if residual else ("scale", "shift")
     fields = {"kind": "adaptive", "modulations": modulations(n, dtype, *names, by=by)}
     return fields | (both(residual) if residual else {})
+
+
+def gated(gate, activation="silu", gates_y=True):
+    return {"kind": "gated", "gate": gate, "activation": activation, "gates_y": gates_y}
 
 
 def wide_beside(dtype):
@@ -79,6 +85,11 @@ FUSIONS = {
     "memory_efficient": lambda dtype, n: {"memory_efficient": True, "seed": 1},
     "llama": lambda dtype, n: {"rounding": "llama"},
     "gemma": lambda dtype, n: {"rounding": "gemma"},
+    "gated norm": lambda dtype, n: gated(dtype),
+    "gated norm, float32 sigmoid": lambda dtype, n: gated(wide_beside(dtype), "sigmoid"),
+    "norm of a gated x": lambda dtype, n: gated(dtype, gates_y=False),
+    "norm of a gated x, bfloat16 gelu_tanh": lambda dtype, n: gated(bf16, "gelu_tanh", gates_y=False),
+    "a weight for each head": lambda dtype, n: {},
 }
 
 
@@ -86,7 +97,8 @@ def fusion_of(name, op, dtype, hidden_size):
     fields = FUSIONS[name](dtype, hidden_size)
     offset = 1.0 if name == "gemma" else 0.0
     parameters = dict.fromkeys(("weight", "bias")) if fields.get("kind") == "adaptive" else {}
-    case = Case((*ROWS, hidden_size), op=op, dtype=dtype, weight_offset=offset, **parameters)
+    case = Case((*ROWS, hidden_size), op=op, dtype=dtype, weight_offset=offset, **parameters,
+                heads_ndim=int(name == "a weight for each head"))  # fmt: skip
     return Fusion(case, **{"seed": 3, **fields})
 
 
@@ -105,7 +117,11 @@ def results(drawn, given, keeps, fault=None):
     b = wide.get("bias", torch.zeros_like(w))
     n = (x_hat * w + b).requires_grad_()
     m = n * (1 + wide["scale"]) + wide["shift"] if drawn.modulations else n
-    after = ACTIVATIONS[drawn.activation](m) if drawn.activation else m
+    if drawn.gate:
+        opened, slope_of_gate = value_and_slope(GATES[drawn.activation], wide["gate"])
+        after = m * opened if drawn.gates_y else m
+    else:
+        after = ACTIVATIONS[drawn.activation](m) if drawn.activation else m
     if drawn.kind == "plain" and keeps is not None:
         after = torch.where(keeps, after * dropout_scale(drawn.dropout_p), 0.0)
     y = (x_hat.to(case.dtype).to(kept) * w + b if drawn.rounding == "llama" else after).to(case.y_dtype)
@@ -125,12 +141,15 @@ def results(drawn, given, keeps, fault=None):
     dz = (wdy - x_hat * c["c1"] - c["c2"]) * rstd
     if "z" in drawn.uses:
         dz = dz + wide["grad_z"]
-    of_x = dz * wide["gate"] if "gate" in wide else dz
+    of_x = dz * wide["gate"] if "gate" in drawn.modulations else dz
     if drawn.kind == "add" and keeps is not None:
         of_x = torch.where(keeps, dz * dropout_scale(drawn.dropout_p), 0.0)
 
-    gradients = {"x": of_x, "residual": dz, "weight": (dn * x_hat).flatten(0, -2).sum(0),
-                 "bias": dn.flatten(0, -2).sum(0)}  # fmt: skip
+    gradients = {"x": of_x, "residual": dz, "weight": (dn * x_hat).sum_to_size(case.parameter_shape),
+                 "bias": dn.sum_to_size(case.parameter_shape)}  # fmt: skip
+    if drawn.gate:
+        of_factor = wide["grad_output"] * n if drawn.gates_y else dz * wide["x"]
+        gradients |= {"gate": of_factor * slope_of_gate, "x": dz if drawn.gates_y else dz * opened}
     summed = {"scale": wide["grad_output"] * n, "shift": wide["grad_output"], "gate": dz * wide["x"]}
     gradients |= {name: summed[name].sum_to_size(wide[name].shape) for name in drawn.modulations}
     found = {name: t.to(given[name].dtype).view(given[name].shape) for name, t in gradients.items() if name in given}
@@ -175,7 +194,8 @@ def test_planted_faults_of_fusions(device, name, dtype):
             for fault in BACKWARD_FAULTS:
                 if not (fault.startswith("c2") and op == "rms_norm"):
                     found = results(drawn, given, keeps, fault)
-                    wrong |= {f"{fault}, gradient of {n}": {n: found[n]} for n in ("x", "residual") if n in found}
+                    of_z = ["x", "residual", *(["gate"] if drawn.gate and not drawn.gates_y else [])]
+                    wrong |= {f"{fault}, gradient of {n}": {n: found[n]} for n in of_z if n in found}
             passed += [
                 f"{op} {hidden_size}: {what}"
                 for what, found in wrong.items()

@@ -6,6 +6,7 @@ Whole models are in test_models.py.
 import copy
 import doctest
 import functools
+import inspect
 import pickle
 import subprocess
 import sys
@@ -286,8 +287,8 @@ def test_copies_of_plain_model(make_copy):
 # ------------------------------------------------------------------------------- classes of other packages, one by one
 
 # One class for each formula of replace._FORMULAS: its module (or its family in transformers), class, arguments after
-# the size, whether the result is the same but for float32 rounding ("exact") or rounds once where the original rounds
-# twice ("1 ulp").
+# the size (or with one), and how far the result is from the original's, as the report says it: "exact" is the same but
+# for float32 rounding.
 NORM_CLASSES = [
     ("llama", "LlamaRMSNorm", {}, "1 ulp"),
     ("qwen3", "Qwen3RMSNorm", {}, "1 ulp"),
@@ -301,8 +302,24 @@ NORM_CLASSES = [
     ("gemma3", "Gemma3RMSNorm", {}, "exact"),
     ("gemma4", "Gemma4RMSNorm", {}, "exact"),
     ("gemma4", "Gemma4RMSNorm", {"with_scale": False}, "exact"),
-    ("llama4", "Llama4TextL2Norm", None, "exact"),
+    ("llama4", "Llama4TextL2Norm", {"size": None}, "exact"),
+    ("qwen4_exp", "Qwen4ExpTextRMSNorm", {}, "exact"),
+    ("qwen4_exp", "Qwen4ExpTextRMSNorm", {"group_size": 24}, "exact"),
+    ("mamba2", "MambaRMSNormGated", {"group_size": 72}, "1 ulp"),
+    ("bamba", "BambaRMSNormGated", {"group_size": 36}, "1 ulp"),
+    ("zamba2", "Zamba2RMSNormGated", {"group_size": 24}, "1 ulp"),
+    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated", {"group_size": 24}, "1 ulp"),
+    ("nemotron_h", "NemotronHRMSNormGated", {"group_size": 24}, "1 ulp"),
+    ("qwen3_next", "Qwen3NextRMSNormGated", {}, "2 ulp"),
+    ("qwen3_5", "Qwen3_5RMSNormGated", {}, "2 ulp"),
+    ("kimi_linear", "KimiLinearRMSNormGated", {}, "exact"),
+    ("falcon_h1", "FalconH1RMSNormGated", {}, "exact"),
+    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 3}, "exact"),
+    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 3, "norm_before_gate": False}, "exact"),
     ("cohere", "CohereLayerNorm", {}, "exact"),
+    ("cohere", "CohereLayerNorm", {"size": (5, 72)}, "exact"),
+    ("chameleon", "ChameleonLayerNorm", {"size": (5, 72), "eps": 0.1}, "2 ulp of what bias is added to"),
+    ("deberta", "DebertaLayerNorm", {}, "2 ulp of what bias is added to"),
     ("convnext", "ConvNextLayerNorm", {"data_format": "channels_first"}, "exact"),
     ("convnext", "ConvNextLayerNorm", {"data_format": "channels_last"}, "exact"),
     ("eomt", "EomtLayerNorm2d", {}, "exact"),
@@ -318,6 +335,7 @@ NORM_CLASSES = [
     ("diffusers.models.normalization", "FP32LayerNorm", {}, "exact"),
     ("diffusers.models.normalization", "RMSNorm", {}, "1 ulp"),
     ("diffusers.models.normalization", "RMSNorm", {"elementwise_affine": False}, "1 ulp"),
+    ("diffusers.models.normalization", "RMSNorm", {"bias": True}, "2 ulp of what bias is added to"),
 ]
 
 
@@ -325,7 +343,10 @@ def norm_class(family, name):
     module = package(family if "." in family else f"transformers.models.{family}.modeling_{family}")
     if not hasattr(module, name):
         pytest.skip(f"the {module.__name__} installed has no {name}")
-    return getattr(module, name)
+    cls = getattr(module, name)
+    if name == "FalconH1RMSNormGated" and "if seq_len == 1" in inspect.getsource(cls.forward):  # transformers 5.17
+        pytest.skip("this FalconH1RMSNormGated returns another shape for one token, and is left as it is")
+    return cls
 
 
 def ulp(values, dtype):
@@ -346,30 +367,43 @@ def ulp(values, dtype):
 @pytest.mark.parametrize("family, name, options, agreement", NORM_CLASSES, ids=lambda value: str(value))
 def test_known_norm(family, name, options, agreement, x_dtype, weight_dtype, device):
     cls = norm_class(family, name)
-    original = cls(eps=1e-5) if options is None else cls(72, eps=1e-5, **options)
+    options = {"size": 72, "eps": 1e-5} | options
+    if "group_size" in options and "group_size" not in inspect.signature(cls).parameters:  # transformers 5.17
+        del options["group_size"]
+    size = options.pop("size")
+    original = cls(*[size] if size else [], **options)
     original = randomize_norms(original).to(device=device, dtype=weight_dtype)
     fused = copy.deepcopy(original)
     report = replace_norms(fused)
     assert [entry.replaced_by for entry in report.entries] == [f"Fused{name}"]
-    assert ("1 ulp" in report.entries[0].reason) == (agreement == "1 ulp")
+    note = report.entries[0].reason
+    assert f"up to {agreement} from the original" in note if agreement != "exact" else not note
     assert isinstance(fused, cls) and f"Fused{name}" in repr(fused)
 
     generator = torch.Generator().manual_seed(2)
     x = (3 * torch.randn(2, 5, 9, 72, generator=generator)).to(device=device, dtype=x_dtype)
     x = x.transpose(1, 2)  # strided, as query and key heads are
-    channels_first = "2d" in name or options is not None and options.get("data_format") == "channels_first"
+    x = x[0] if "Falcon" in name else x  # which takes three dimensions
+    channels_first = "2d" in name or options.get("data_format") == "channels_first"
     if channels_first:
         x = x.permute(0, 3, 1, 2)
-    inputs = [x.detach().requires_grad_() for _ in range(2)]
+    inputs = [[x.detach().requires_grad_()] for _ in range(2)]
+    if "Gated" in name:
+        gate = (2 * torch.randn(*x.shape, 2, generator=generator))[..., 0].to(x)  # strided, part of a projection
+        for each in inputs:
+            each.append(gate.detach().requires_grad_())
     try:
-        expected = original(inputs[0])
+        expected = original(*inputs[0])
     except RuntimeError as error:
         assert x_dtype != weight_dtype, "the original takes equal dtypes"
         pytest.skip(f"the original does not take this mix: {error}")
-    actual = fused(inputs[1])
+    actual = fused(*inputs[1])
     if channels_first:
         assert actual.stride() == expected.stride()
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    # What the original rounds to 16 bits on the way: the result, or that without bias.
+    has_bias = agreement.endswith("added to")
+    rounded = expected.double() - original.bias.double() if has_bias else expected.double()
     # Float32 rounding: the statistics of 72 values, four products, the mean's cancellation (hence the row's largest).
     # In 16 bits its only trace is a tie broken the other way: 1 ulp. With float32 output a double rounding (Llama,
     # 16-bit x) shows as half an ulp of x's dtype.
@@ -378,22 +412,24 @@ def test_known_norm(family, name, options, agreement, x_dtype, weight_dtype, dev
     )
     if actual.dtype in (torch.bfloat16, torch.float16):
         rounding = rounding + ulp(torch.maximum(expected.abs(), actual.abs()), actual.dtype)
-    elif agreement == "1 ulp" and x_dtype != expected.dtype:
-        rounding = rounding + torch.finfo(x_dtype).eps / 2 * expected.double().abs()
+        if agreement[0] == "2":
+            rounding = rounding + (2 if has_bias else 1) * ulp(rounded, actual.dtype)
+    elif agreement != "exact" and x_dtype != expected.dtype:
+        rounding = rounding + torch.finfo(x_dtype).eps / 2 * rounded.abs()
     assert bool(((actual.double() - expected.double()).abs() <= rounding).all())
 
     grad_output = torch.randn(expected.shape, generator=generator).to(expected)
     expected.backward(grad_output)
     actual.backward(grad_output)
     tolerance = 4 * max(torch.finfo(t).eps for t in (x_dtype, weight_dtype, torch.float32) if t.itemsize < 8)
-    pairs = [(inputs[1], inputs[0]), *zip(fused.parameters(), original.parameters(), strict=True)]
+    pairs = [*zip(*inputs[::-1], strict=True), *zip(fused.parameters(), original.parameters(), strict=True)]
     for ours, theirs in pairs:
         assert ours.grad.dtype == theirs.grad.dtype
         difference = (ours.grad.double() - theirs.grad.double()).norm()
         assert difference <= tolerance * theirs.grad.double().norm()
 
     restore_norms(fused)
-    assert type(fused) is cls and torch.equal(fused(inputs[1]), original(inputs[0]))
+    assert type(fused) is cls and torch.equal(fused(*inputs[1]), original(*inputs[0]))
 
 
 def test_every_formula_has_a_test():
@@ -472,16 +508,36 @@ def test_symbolic_trace(cls, inputs):
         assert torch.equal(one, two)
 
 
-def test_two_dimensional_weight_is_left():
-    """Cohere's query and key norms scale (heads, head_dim) but normalize head_dim only."""
-    norm = norm_class("cohere", "CohereLayerNorm")((4, 8))
-    assert "shape (4, 8)" in replace_norms(norm).left[0].reason
+def test_a_weight_that_is_broadcast_goes_to_the_original():
+    """one head of x for all of weight's: Cohere's (heads, head_dim)"""
+    norm = randomize_norms(norm_class("cohere", "CohereLayerNorm")((4, 8)))
+    x = torch.randn(3, 1, 8)
+    expected = norm(x)
+    assert replace_norms(norm).replaced
+    assert torch.equal(norm(x), expected)
 
 
-def test_what_diffusers_rms_norm_does_with_a_bias_is_left():
-    """It rounds before the bias is added: where the two cancel, the difference is more than 1 ulp of the result."""
-    norm = norm_class("diffusers.models.normalization", "RMSNorm")(8, eps=1e-5, bias=True)
-    assert "bias" in replace_norms(norm).left[0].reason
+@pytest.mark.parametrize("options", [{"n_groups": 2}, {"n_groups": 1, "norm_before_gate": False}], ids=str)
+def test_without_a_gate(options):
+    norm = randomize_norms(norm_class("falcon_h1", "FalconH1RMSNormGated")(16, **options))
+    x, gate = torch.randn(2, 3, 5, 16).unbind()
+    plain, gated = norm(x), norm(x, gate)
+    assert replace_norms(norm).replaced
+    torch.testing.assert_close(norm(x), plain)
+    torch.testing.assert_close(norm(x, None), plain)
+    torch.testing.assert_close(norm(gate=gate, hidden_states=x), gated)
+    assert torch.equal(norm(x, gate[:1]), norm.original_class.forward(norm, x, gate[:1]))  # broadcast: the original
+
+
+def test_a_gate_that_is_needed_and_an_unknown_activation():
+    norm = norm_class("qwen3_next", "Qwen3NextRMSNormGated")(16)
+    norm.activation = "mish"
+    assert "'mish'" in replace_norms(norm).left[0].reason
+    norm.activation = "swish"
+    assert replace_norms(norm).replaced
+    for arguments in ((), (None,), (torch.ones(16), 0)):
+        with pytest.raises((TypeError, AttributeError)):  # those of the original
+            norm(torch.randn(3, 16), *arguments)
 
 
 def test_several_normalized_dimensions():

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fused_layernorm import (
     FusedAddLayerNorm,
+    FusedGatedRMSNorm,
     FusedLayerNorm,
     FusedRMSNorm,
     ReplaceReport,
@@ -14,6 +15,8 @@ from fused_layernorm import (
     fused_adaptive_layer_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
+    fused_gated_layer_norm,
+    fused_gated_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
     replace_norms,
@@ -33,6 +36,9 @@ def use(x: Tensor, weight: nn.Parameter, bias: Tensor | None, model: nn.Module) 
     assert_type(fused_adaptive_layer_norm(x, x, x), Tensor)
     assert_type(fused_adaptive_layer_norm(x, x, x, residual=x), tuple[Tensor, Tensor])
     assert_type(FusedAddLayerNorm(4, dropout_p=0.1).forward(x, None), tuple[Tensor, Tensor])
+    assert_type(fused_gated_rms_norm(x, x, weight, activation=None, group_size=4), Tensor)
+    assert_type(fused_gated_layer_norm(x, x, weight, bias, norm_before_gate=False), Tensor)
+    assert_type(FusedGatedRMSNorm(4, activation="sigmoid", group_size=2).forward(x, x), Tensor)
     assert_type(backend(), str)
     report = replace_norms(model)
     assert_type(report, ReplaceReport)

@@ -89,6 +89,8 @@ FLN_INLINE Vec<acc_t> activated(Vec<acc_t> t) {
     return t * tanh_gate<acc_t>(t);
   } else if constexpr (activation == Activation::kRelu) {
     return relu_of(t);
+  } else if constexpr (activation == Activation::kSigmoid) {
+    return sigmoid(t);
   } else {
     return t;
   }
@@ -112,6 +114,9 @@ FLN_INLINE Vec<acc_t> slope(Vec<acc_t> t) {
     return s + t * s * (1 - s) * (kLinear + kCubic * t * t);
   } else if constexpr (activation == Activation::kRelu) {
     return t <= 0 ? V{} : V{} + acc_t(1);  // of NaN 1, as in PyTorch
+  } else if constexpr (activation == Activation::kSigmoid) {
+    const V s = sigmoid(t);
+    return s * (1 - s);
   } else {
     return V{} + acc_t(1);
   }

@@ -52,29 +52,31 @@ struct BFloat16 {
 template <class T>
 using AccOf = typename std::conditional<std::is_same<T, double>::value, double, float>::type;
 
-// weight (offset included), bias and gate of the rows at hand, as rows of the accumulation type.
+// weight (offset included), bias and gate of the rows at hand, as rows of the accumulation type; weight and bias of
+// interleaved segments side by side.
 struct ParameterRows {
   const void* weight;
   const void* bias;
   const void* gate;
 };
 
-// Partial sums of a chunk's rows, [hidden_size] of the accumulation type each; null: not wanted.
+// Partial sums of a chunk's rows, of the accumulation type and as wide as the parameters; null: not wanted.
 struct PartialRows {
   void* weight;
   void* bias;
   void* gate;
 };
 
-// A thread's own rows of the accumulation type, by what they hold: kU is u forward and grad_z backward; kResidual is
-// residual, and backward grad_residual_out, then x. Null where it is not needed.
+// A thread's own rows of the accumulation type, by what they hold: kU is u, then backward grad_z; kResidual is
+// residual, and backward grad_residual_out, then x; kScales is the row gate where there is one. Null where it is not
+// needed.
 enum ThreadRow { kZ, kGrad, kResidual, kU, kScales, kThreadRows };
 struct ThreadMemory {
   void* row[kThreadRows];
 };
 
-// Rows are [begin, end), all of one segment. [4]: by the DType of the rows that they read; [2]: for float and double as
-// the accumulation type.
+// Rows are [begin, end), all of one segment unless these are interleaved. [4]: by the DType of the rows that they read;
+// [2]: for float and double as the accumulation type.
 struct Kernels {
   void (*forward_rows[4])(const NormForwardParams&, const ParameterRows&, const ThreadMemory&, int64_t begin,
                           int64_t end);
@@ -141,6 +143,14 @@ const Kernels& kernels() {
   return picked;
 }
 
+// Segments of adjacent rows, and interleaved ones: not both are more than 1.
+int64_t segments_of(const NormStages& stages) {
+  return stages.segments > 1 && !stages.interleaves ? stages.segments : 1;
+}
+int64_t interleaved_of(const NormStages& stages) {
+  return stages.segments > 1 && stages.interleaves ? stages.segments : 1;
+}
+
 size_t acc_bytes(DType dtype) { return dtype_bytes(accumulation_dtype(dtype)); }
 int is_double(DType dtype) { return dtype == DType::kFloat64; }
 
@@ -161,17 +171,21 @@ class OwnRows {
 
 // weight + offset, bias or gate as a row of the accumulation type: the tensor itself if it is one already, else a
 // widened copy. So no row converts it, and the kernels need no template argument for its type. The copy is made once a
-// launch if all rows share the parameter, else by take(), when a thread enters a segment.
+// launch if all rows share the parameter, else by take(), when a thread enters a segment. Of interleaved segments it is
+// one copy of all, so that rows can be read in their order: `parts` rows side by side, `stride` apart in the tensor.
 class ParameterRow {
  public:
-  ParameterRow(const void* tensor, DType dtype, double offset, double if_absent, DType x_dtype, int64_t hidden_size)
+  ParameterRow(const void* tensor, DType dtype, double offset, double if_absent, DType x_dtype, int64_t hidden_size,
+               int64_t parts, int64_t stride)
       : tensor_(tensor),
         dtype_(dtype),
-        is_double_(is_double(x_dtype)),
+        acc_dtype_(accumulation_dtype(x_dtype)),
         offset_(tensor ? offset : if_absent),
-        hidden_size_(hidden_size) {
-    const bool is_ready = tensor && offset == 0 && dtype == accumulation_dtype(x_dtype);
-    if (!is_ready) memory_.reset(new char[hidden_size * acc_bytes(x_dtype)]);
+        hidden_size_(hidden_size),
+        parts_(parts),
+        stride_(stride) {
+    const bool is_ready = tensor && offset == 0 && dtype == acc_dtype_ && (parts == 1 || stride == hidden_size);
+    if (!is_ready) memory_.reset(new char[parts * hidden_size * acc_bytes(x_dtype)]);
     take(0);
   }
 
@@ -179,17 +193,18 @@ class ParameterRow {
 
   // Takes the segment that begins `elements` behind the tensor's first.
   void take(int64_t elements) {
-    const void* from = baseline::row_at(tensor_, dtype_, elements);
-    row_ = memory_ ? memory_.get() : from;
-    if (memory_) kernels().make_parameter[is_double_](from, dtype_, offset_, hidden_size_, memory_.get());
+    row_ = memory_ ? memory_.get() : baseline::row_at(tensor_, dtype_, elements);
+    for (int64_t i = 0; memory_ && i < parts_; ++i)
+      kernels().make_parameter[is_double(acc_dtype_)](baseline::row_at(tensor_, dtype_, elements + i * stride_), dtype_,
+                                                      offset_, hidden_size_,
+                                                      baseline::row_at(memory_.get(), acc_dtype_, i * hidden_size_));
   }
 
  private:
   const void* tensor_;
-  DType dtype_;
-  int is_double_;
+  DType dtype_, acc_dtype_;
   double offset_;
-  int64_t hidden_size_;
+  int64_t hidden_size_, parts_, stride_;
   const void* row_ = nullptr;
   std::unique_ptr<char[]> memory_;
 };
@@ -203,10 +218,10 @@ class Parameters {
         gate_stride_(params.gate_stride),
         has_gate_(params.gate),
         weight_(needs_weight ? params.weight : nullptr, params.weight_dtype, params.weight_offset, 1, params.x_dtype,
-                needs_weight ? params.hidden_size : 0),
+                needs_weight ? params.hidden_size : 0, interleaved_of(params), params.weight_stride),
         bias_(needs_bias ? params.bias : nullptr, params.weight_dtype, 0, 0, params.x_dtype,
-              needs_bias ? params.hidden_size : 0),
-        gate_(params.gate, params.x_dtype, 0, 1, params.x_dtype, params.gate ? params.hidden_size : 0) {}
+              needs_bias ? params.hidden_size : 0, interleaved_of(params), params.weight_stride),
+        gate_(params.gate, params.x_dtype, 0, 1, params.x_dtype, params.gate ? params.hidden_size : 0, 1, 0) {}
 
   void take(int64_t segment) {
     if (segment == segment_) return;
@@ -232,19 +247,20 @@ int64_t grain(int64_t elements_per_item) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t segments_of(const NormStages& stages) { return stages.segments > 1 ? stages.segments : 1; }
 
 }  // namespace
 
 // Parallel over rows: a single huge row is the work of one thread.
 void launch_norm_forward_cpu(const NormForwardParams& params) {
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
-  const bool is_of_one_dtype = !params.residual_out || (params.z_dtype == params.x_dtype &&
-                                                        (!params.residual || params.residual_dtype == params.x_dtype));
+  const bool is_of_one_dtype =
+      params.row_gate ? params.gates_y
+                      : !params.residual_out || (params.z_dtype == params.x_dtype &&
+                                                 (!params.residual || params.residual_dtype == params.x_dtype));
   const DType row_dtype = is_of_one_dtype ? params.x_dtype : acc_dtype;
   const bool needs[kThreadRows] = {!is_of_one_dtype, false, !is_of_one_dtype,
-                                   params.has_epilogue() && params.y_dtype != acc_dtype,
-                                   params.dropout.philox != nullptr};
+                                   (params.has_epilogue() || params.row_gate) && params.y_dtype != acc_dtype,
+                                   params.dropout.philox || params.row_gate};
   const int64_t segments = segments_of(params), rows_each = params.rows / segments;
   Parameters shared(params, true, true);
   at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {
@@ -274,22 +290,24 @@ namespace {
 // Weight gradients are summed within chunks of a segment's rows, then over the chunks in their order. The chunks depend
 // on the shape alone, so the thread count cannot change a bit. At most 64 of them a segment bound the workspace; 16
 // rows (fewer where rows are very long) keep the partial sums small beside x itself. A segment of one chunk needs no
-// workspace: its sum is final.
+// workspace: its sum is final. Interleaved segments are summed side by side, and one row of each is a row here: it has
+// that many `columns`.
 struct ChunkPlan {
-  int64_t rows_of_segment, rows_per_chunk, chunks_of_segment, chunks, partial_bytes;
+  int64_t columns, rows_of_segment, rows_per_chunk, chunks_of_segment, chunks, partial_bytes;
 
   explicit ChunkPlan(const NormBackwardParams& params) {
-    rows_of_segment = params.rows / segments_of(params);
+    columns = params.hidden_size * interleaved_of(params);
+    rows_of_segment = params.rows / interleaved_of(params) / segments_of(params);
     rows_per_chunk = 1;
     if (params.wants_columns()) {
-      const int64_t small = (int64_t{1} << 18) / params.hidden_size;
+      const int64_t small = (int64_t{1} << 18) / columns;
       const int64_t at_least = small < 1 ? 1 : small > 16 ? 16 : small;
       const int64_t spread = divide_up(rows_of_segment, 64);
       rows_per_chunk = spread > at_least ? spread : at_least;
     }
     chunks_of_segment = divide_up(rows_of_segment, rows_per_chunk);
     chunks = chunks_of_segment * segments_of(params);
-    partial_bytes = params.hidden_size * static_cast<int64_t>(acc_bytes(params.z_dtype));
+    partial_bytes = columns * static_cast<int64_t>(acc_bytes(params.z_dtype));
   }
   int64_t workspace_bytes(const NormBackwardParams& params) const {
     const int64_t sums = (params.grad_weight ? 1 : 0) + (params.grad_bias ? 1 : 0) + (params.grad_gate ? 1 : 0);
@@ -299,10 +317,10 @@ struct ChunkPlan {
 
 // The sums over rows of one gradient: partial sums of the chunks, and the gradient that they become.
 struct ColumnSums {
-  void* grad;  // [segments, hidden_size], or null
+  void* grad;  // [segments, columns], or null
   DType dtype;
   bool accumulate;
-  char* partials;  // [chunks, hidden_size] of the workspace, or null: a chunk's sum is final
+  char* partials;  // [chunks, columns] of the workspace, or null: a chunk's sum is final
 
   ColumnSums(void* grad, DType dtype, bool accumulate, const ChunkPlan& plan, char*& workspace)
       : grad(grad),
@@ -317,10 +335,10 @@ struct ColumnSums {
     memset(partial, 0, plan.partial_bytes);
     return partial;
   }
-  void finish(const NormBackwardParams& params, const void* partial, int64_t chunks, int64_t segment, int64_t begin,
-              int64_t end) const {
-    kernels().sum_chunks[is_double(params.z_dtype)](partial, chunks, params.hidden_size,
-                                                    baseline::row_at(grad, dtype, segment * params.hidden_size), dtype,
+  void finish(const NormBackwardParams& params, const ChunkPlan& plan, const void* partial, int64_t segment,
+              int64_t begin, int64_t end) const {
+    kernels().sum_chunks[is_double(params.z_dtype)](partial, plan.chunks_of_segment, plan.columns,
+                                                    baseline::row_at(grad, dtype, segment * plan.columns), dtype,
                                                     accumulate, begin, end);
   }
 };
@@ -339,21 +357,23 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
   const ColumnSums gate_sums(params.grad_gate, params.grad_gate_dtype, false, plan, workspace);
   const DType acc_dtype = accumulation_dtype(params.z_dtype);
   const auto is_of_z_dtype = [&](const void* rows, DType dtype) { return !rows || dtype == params.z_dtype; };
-  const bool is_of_one_dtype = !params.z_is_y && !params.has_epilogue() &&
+  const bool is_of_one_dtype = !params.z_is_y && !params.has_epilogue() && !params.row_gate &&
                                is_of_z_dtype(params.grad_output, params.grad_output_dtype) &&
                                is_of_z_dtype(params.grad_residual_out, params.grad_residual_out_dtype) &&
                                is_of_z_dtype(params.gate, params.x_dtype);
   const DType row_dtype = is_of_one_dtype ? params.z_dtype : acc_dtype;
   const bool needs[kThreadRows] = {!is_of_one_dtype, !is_of_one_dtype, !is_of_one_dtype,
-                                   params.gate || params.drops_x() || params.grad_residual,
-                                   params.dropout.philox != nullptr};
+                                   params.gate || params.drops_x() || params.grad_residual || params.row_gate,
+                                   params.dropout.philox || params.row_gate};
   // Only these read the weight, and the bias
-  const bool needs_bias = params.has_epilogue() || params.z_is_y, needs_weight = params.wants_rows() || needs_bias;
+  const bool needs_bias = params.has_epilogue() || params.z_is_y || (params.gates_y && params.grad_row_gate);
+  const bool needs_weight = params.wants_rows() || needs_bias;
   Parameters shared(params, needs_weight, needs_bias);
   const bool is_one_chunk = plan.chunks_of_segment == 1;
-  const bool has_segments = params.segments > 1;
+  const bool has_segments = segments_of(params) > 1;
+  const int64_t at_once = interleaved_of(params);
   at::parallel_for(
-      0, plan.chunks, grain(params.hidden_size * least(plan.rows_per_chunk, plan.rows_of_segment)),
+      0, plan.chunks, grain(plan.columns * least(plan.rows_per_chunk, plan.rows_of_segment)),
       [&](int64_t begin, int64_t end) {
         const OwnRows memory(params.z_dtype, params.hidden_size, needs);
         const std::unique_ptr<char[]> sums(is_one_chunk ? new char[3 * plan.partial_bytes] : nullptr);
@@ -369,11 +389,12 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
           char* const of_bias = bias_sums.begin_chunk(plan, chunk, own_sum(1));
           char* const of_gate = gate_sums.begin_chunk(plan, chunk, own_sum(2));
           kernels().backward_rows[static_cast<int>(row_dtype)](params, (own ? *own : shared).rows(), memory.rows,
-                                                               {of_weight, of_bias, of_gate}, first, until);
+                                                               {of_weight, of_bias, of_gate}, first * at_once,
+                                                               until * at_once);
           if (!is_one_chunk) continue;
           for (const auto& [column_sums, partial] :
                {std::pair(&weight_sums, of_weight), std::pair(&bias_sums, of_bias), std::pair(&gate_sums, of_gate)})
-            if (partial) column_sums->finish(params, partial, 1, segment, 0, params.hidden_size);
+            if (partial) column_sums->finish(params, plan, partial, segment, 0, plan.columns);
         }
       });
   if (is_one_chunk) return;
@@ -381,9 +402,8 @@ void launch_norm_backward_cpu(const NormBackwardParams& params) {
     if (!sums->grad) continue;
     for (int64_t segment = 0; segment < segments_of(params); ++segment) {
       const char* partials = sums->partials + segment * plan.chunks_of_segment * plan.partial_bytes;
-      at::parallel_for(0, params.hidden_size, grain(plan.chunks_of_segment), [&](int64_t begin, int64_t end) {
-        sums->finish(params, partials, plan.chunks_of_segment, segment, begin, end);
-      });
+      at::parallel_for(0, plan.columns, grain(plan.chunks_of_segment),
+                       [&](int64_t begin, int64_t end) { sums->finish(params, plan, partials, segment, begin, end); });
     }
   }
 }

@@ -405,6 +405,34 @@ struct EpilogueGradSweep {
   }
 };
 
+template <Activation activation, class acc_t>
+struct GateSweep {
+  const acc_t* from;
+  const acc_t* gate;
+  acc_t* to;  // may be from
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    const Vec<acc_t> factor = activated<activation, acc_t>(load<acc_t>(gate + col, count));
+    store<acc_t>(to + col, count, load<acc_t>(from + col, count) * factor);
+  }
+};
+
+template <Activation activation, class acc_t>
+struct GateGradSweep {
+  const acc_t* grad;  // of GateSweep's result
+  const acc_t* from;
+  const acc_t* gate;
+  acc_t* grad_from;  // may be grad
+  acc_t* grad_gate;  // or null; may be from
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    const Vec<acc_t> value = load<acc_t>(grad + col, count), t = load<acc_t>(gate + col, count);
+    if (grad_gate)
+      store<acc_t>(grad_gate + col, count, value * load<acc_t>(from + col, count) * slope<activation, acc_t>(t));
+    store<acc_t>(grad_from + col, count, value * activated<activation, acc_t>(t));
+  }
+};
+
 template <class acc_t>
 struct RecoverSweep {
   const acc_t* y;
@@ -486,8 +514,15 @@ FLN_INLINE const row_t* widened(const void* row, DType dtype, int64_t n, row_t* 
   return memory;
 }
 
+// A row of a result where it is of acc_t, else a thread's `own`, which round_to() then stores.
+template <class acc_t>
+FLN_INLINE acc_t* made_row(void* result, DType dtype, acc_t* own) {
+  return result && dtype == kDTypeOf<acc_t> ? static_cast<acc_t*>(result) : own;
+}
+
 template <class acc_t>
 FLN_INLINE void round_to(const acc_t* row, int64_t n, void* to, DType dtype) {
+  if (to == row) return;
   for_dtype(dtype, [&](auto zero) FLN_INLINE_LAMBDA {
     using to_t = decltype(zero);
     ConvertSweep<acc_t, acc_t, to_t> sweep{row, static_cast<to_t*>(to)};
@@ -505,6 +540,14 @@ FLN_INLINE void for_activation(Activation activation, F&& f) {
     case A::kSilu: return f(std::integral_constant<A, A::kSilu>());
     default: return f(std::integral_constant<A, A::kNone>());
   }
+}
+
+// Apart, so that epilogues have no code for an activation of gates only.
+template <class F>
+FLN_INLINE void for_gate_activation(Activation activation, F&& f) {
+  using A = Activation;
+  if (activation == A::kSigmoid) return f(std::integral_constant<A, A::kSigmoid>());
+  for_activation(activation, f);
 }
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
@@ -632,20 +675,64 @@ const row_t* load_stage(const NormForwardParams& params, const ParameterRows& pa
   return z;
 }
 
+// Of the row gate, not inlined: callers are several, dtypes and activations many.
+template <class acc_t, class Params>
+const acc_t* row_gate_of(const Params& params, const ThreadMemory& memory, int64_t row) {
+  return widened(row_at(params.row_gate, params.row_gate_dtype, params.row_gate_strides.offset(row)),
+                 params.row_gate_dtype, params.hidden_size, own_row<acc_t>(memory, kScales));
+}
+
+template <class acc_t>
+void multiply_by_gate(Activation activation, const acc_t* from, const acc_t* gate, int64_t n, acc_t* to) {
+  for_gate_activation(activation, [&](auto which) FLN_INLINE_LAMBDA {
+    GateSweep<decltype(which)::value, acc_t> sweep{from, gate, to};
+    sweep_columns<acc_t>(sweep, 0, n);
+  });
+}
+
+// `own`: for the gate's gradient, before it is rounded.
+template <class acc_t>
+void gate_grads(const NormBackwardParams& params, int64_t row, const acc_t* grad, const acc_t* from, const acc_t* gate,
+                acc_t* grad_from, acc_t* own) {
+  const int64_t n = params.hidden_size;
+  void* const result = row_at(params.grad_row_gate, params.row_gate_dtype, row * n);
+  acc_t* const grad_gate = result ? made_row(result, params.row_gate_dtype, own) : nullptr;
+  for_gate_activation(params.gate_activation, [&](auto which) FLN_INLINE_LAMBDA {
+    GateGradSweep<decltype(which)::value, acc_t> sweep{grad, from, gate, grad_from, grad_gate};
+    sweep_columns<acc_t>(sweep, 0, n);
+  });
+  if (grad_gate) round_to(grad_gate, n, result, params.row_gate_dtype);
+}
+
+// Where the weight of a row begins among those of interleaved segments, which lie side by side, as do their gradients.
+FLN_INLINE int64_t interleaved_at(const NormStages& stages, int64_t row, int64_t n) {
+  if (!stages.interleaves || stages.segments <= 1) return 0;
+  return static_cast<uint32_t>(row) % static_cast<uint32_t>(stages.segments) * n;
+}
+
 template <class row_t>
 void forward_rows(const NormForwardParams& params, const ParameterRows& parameters, const ThreadMemory& memory,
                   int64_t begin, int64_t end) {
   using acc_t = AccOf<row_t>;
   const int64_t n = params.hidden_size;
-  const acc_t* weight = static_cast<const acc_t*>(parameters.weight);
-  const acc_t* bias = static_cast<const acc_t*>(parameters.bias);
   const bool reads_x = !params.residual_out && params.x_dtype == kDTypeOf<row_t>;  // as it lies
+  const bool gates_y = params.row_gate && params.gates_y;
   for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = interleaved_at(params, row, n);
+    const acc_t* weight = static_cast<const acc_t*>(parameters.weight) + at;
+    const acc_t* bias = static_cast<const acc_t*>(parameters.bias) + at;
     const row_t* z = params.residual_out ? load_stage<row_t>(params, parameters, memory, row)
                                          : widened(row_at(params.x, params.x_dtype, params.x_strides.offset(row)),
                                                    params.x_dtype, n, own_row<row_t>(memory, kZ));
     const row_t* next =
         reads_x && row + 1 < end ? static_cast<const row_t*>(params.x) + params.x_strides.offset(row + 1) : z;
+    const acc_t* row_gate = params.row_gate ? row_gate_of<acc_t>(params, memory, row) : nullptr;
+    if constexpr (std::is_same<row_t, acc_t>::value) {
+      if (row_gate && !gates_y) {
+        multiply_by_gate(params.gate_activation, z, row_gate, n, own_row<acc_t>(memory, kZ));
+        z = own_row<acc_t>(memory, kZ);
+      }
+    }
 
     // The mean, rounded to acc_t, then the moments about it: the first one corrects that rounding.
     const double sum = params.is_rms_norm ? 0 : sum_columns<acc_t>(SumSweep<row_t>{z, {}}, n).first;
@@ -664,19 +751,23 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       sweep_columns<acc_t>(sweep, 0, n);
     };
     void* const y = row_at(params.y, params.y_dtype, row * n);
-    if (!params.has_epilogue()) {
+    if (!params.has_epilogue() && !gates_y) {
       for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y)); });
       continue;
     }
-    acc_t* const u = params.y_dtype == kDTypeOf<acc_t> ? static_cast<acc_t*>(y) : own_row<acc_t>(memory, kU);
+    acc_t* const u = made_row(y, params.y_dtype, own_row<acc_t>(memory, kU));
     normalize(u);
-    const acc_t* scales =
-        params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
-    for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
-      EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
-      sweep_columns<acc_t>(sweep, 0, n);
-    });
-    if (params.y_dtype != kDTypeOf<acc_t>) round_to(u, n, y, params.y_dtype);
+    if (gates_y) {
+      multiply_by_gate(params.gate_activation, u, row_gate, n, u);
+    } else {
+      const acc_t* scales =
+          params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
+      for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
+        EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
+        sweep_columns<acc_t>(sweep, 0, n);
+      });
+    }
+    round_to(u, n, y, params.y_dtype);
   }
 }
 
@@ -686,21 +777,26 @@ void backward_rows(const NormBackwardParams& params, const ParameterRows& parame
                    const PartialRows& partial, int64_t begin, int64_t end) {
   using acc_t = AccOf<row_t>;
   const int64_t n = params.hidden_size;
-  const acc_t* weight = static_cast<const acc_t*>(parameters.weight);
-  const acc_t* bias = static_cast<const acc_t*>(parameters.bias);
-  const bool transforms = params.gate || params.drops_x();  // between the gradients of z and x
+  const bool gates_y = params.row_gate && params.gates_y, gates_x = params.row_gate && !params.gates_y;
+  const bool transforms = params.gate || params.drops_x() || gates_x;  // between the gradients of z and x
   const bool reads_z = params.wants_rows() || params.grad_weight || params.activation != Activation::kNone;
+  const bool makes_grad_z =
+      params.grad_input || params.grad_residual || params.grad_gate || (params.grad_row_gate && gates_x);
   for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = interleaved_at(params, row, n);
+    const acc_t* weight = static_cast<const acc_t*>(parameters.weight) + at;
+    const acc_t* bias = static_cast<const acc_t*>(parameters.bias) + at;
     const auto rows_of = [&](const void* base, const RowStrides& strides, DType dtype,
                              ThreadRow which) FLN_INLINE_LAMBDA {
       return widened(row_at(base, dtype, strides.offset(row)), dtype, n, own_row<row_t>(memory, which));
     };
     const row_t* grad = rows_of(params.grad_output, params.grad_output_strides, params.grad_output_dtype, kGrad);
-    const row_t* z = reads_z ? rows_of(params.z, params.z_strides, params.z_dtype, kZ) : nullptr;
+    const row_t* z = reads_z ? rows_of(params.z, params.z_strides, params.z_dtype, gates_x ? kResidual : kZ) : nullptr;
     const acc_t mean = params.mean ? static_cast<const acc_t*>(params.mean)[row] : 0;
     const acc_t tail = params.mean_tail ? static_cast<const acc_t*>(params.mean_tail)[row] : 0;
     const acc_t rstd = static_cast<const acc_t*>(params.rstd)[row];
     const RowStats<acc_t> stats{mean, params.z_is_y ? 1 : rstd, tail * rstd};  // of x_hat recovered from y: its own
+    const row_t *x = nullptr, *row_gate = nullptr;
     if constexpr (std::is_same<row_t, acc_t>::value) {  // what is made on the way is of that type
       if (params.z_is_y && reads_z) {
         RecoverSweep<acc_t> sweep{z, weight, bias, own_row<acc_t>(memory, kZ)};
@@ -717,16 +813,30 @@ void backward_rows(const NormBackwardParams& params, const ParameterRows& parame
         });
         grad = grad_u;
       }
+      if (params.row_gate) row_gate = row_gate_of<acc_t>(params, memory, row);
+      if (gates_y) {
+        acc_t *const u = own_row<acc_t>(memory, kU), *const grad_u = own_row<acc_t>(memory, kGrad);
+        if (params.grad_row_gate) {
+          NormalizeSweep<acc_t, acc_t> sweep{z, weight, bias, stats, u};
+          sweep_columns<acc_t>(sweep, 0, n);
+        }
+        gate_grads(params, row, grad, u, row_gate, grad_u, u);
+        grad = grad_u;
+      } else if (gates_x && reads_z) {
+        x = z;
+        multiply_by_gate(params.gate_activation, x, row_gate, n, own_row<acc_t>(memory, kZ));
+        z = own_row<acc_t>(memory, kZ);
+      }
     }
     if (partial.bias) {
-      AddSweep<row_t> sweep{grad, static_cast<acc_t*>(partial.bias)};
+      AddSweep<row_t> sweep{grad, static_cast<acc_t*>(partial.bias) + at};
       sweep_columns<acc_t>(sweep, 0, n);
     }
     if (partial.weight) {
-      GradWeightSweep<row_t> sweep{grad, z, static_cast<acc_t*>(partial.weight), stats};
+      GradWeightSweep<row_t> sweep{grad, z, static_cast<acc_t*>(partial.weight) + at, stats};
       sweep_columns<acc_t>(sweep, 0, n);
     }
-    if (!params.wants_rows()) continue;
+    if (!makes_grad_z) continue;
 
     Totals dots;
     if (params.stats_grad) dots = sum_columns<acc_t>(DotSweep<row_t>{grad, z, weight, stats, {}, {}}, n);
@@ -757,11 +867,15 @@ void backward_rows(const NormBackwardParams& params, const ParameterRows& parame
     }
     void* const grad_residual = row_at(params.grad_residual, params.residual_dtype, row * n);
     const bool is_grad_residual = grad_residual && !transforms && params.residual_dtype == kDTypeOf<acc_t>;
-    acc_t* const grad_z = is_grad_residual ? static_cast<acc_t*>(grad_residual) : own_row<acc_t>(memory, kU);
+    acc_t* const grad_z = is_grad_residual ? static_cast<acc_t*>(grad_residual)
+                                           : made_row(grad_input, params.x_dtype, own_row<acc_t>(memory, kU));
     make_grad_z(grad_z);
     if (grad_residual && !is_grad_residual) round_to(grad_z, n, grad_residual, params.residual_dtype);
-    if (transforms) {
-      const row_t* x = partial.gate ? rows_of(params.x, params.x_strides, params.x_dtype, kResidual) : nullptr;
+    if (gates_x) {
+      if constexpr (std::is_same<row_t, acc_t>::value)
+        gate_grads(params, row, grad_z, x, row_gate, grad_z, own_row<acc_t>(memory, kZ));
+    } else if (transforms) {
+      x = partial.gate ? rows_of(params.x, params.x_strides, params.x_dtype, kResidual) : nullptr;
       LoadStageGradSweep<row_t> sweep{
           x, params.gate ? static_cast<const acc_t*>(parameters.gate) : nullptr,
           params.drops_x() ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr,

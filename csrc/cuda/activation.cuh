@@ -121,6 +121,19 @@ __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   f(Which<Activation::kNone>{});
 }
 
+// Any activation of a gate but the usual ones: a branch for each vector, for less code.
+struct OtherGate {
+  Activation activation;
+};
+
+// Calls f(which) for the activation of a gate: Which<kSilu>, Which<kSigmoid> or OtherGate.
+template <typename F>
+__device__ __forceinline__ void with_gate_activation(Activation activation, F&& f) {
+  if (activation == Activation::kSilu) return f(Which<Activation::kSilu>{});
+  if (activation == Activation::kSigmoid) return f(Which<Activation::kSigmoid>{});
+  f(OtherGate{activation});
+}
+
 // Calls f(which, drops) with a Which and a std::bool_constant, so that the loop over a row's vectors inside f has no
 // branch.
 template <typename F>
@@ -140,6 +153,7 @@ __device__ __forceinline__ T activated(Which<activation>, T t) {
   if constexpr (activation == Activation::kSilu) return t * sigmoid<kQuick>(t);
   if constexpr (activation == Activation::kGeluTanh) return t * tanh_gate<kQuick>(t);
   if constexpr (activation == Activation::kRelu) return relu(t);
+  if constexpr (activation == Activation::kSigmoid) return sigmoid<kQuick>(t);
   return t;
 }
 template <bool kQuick, int kVec, typename T, typename Activation>
@@ -194,6 +208,32 @@ template <bool kQuick, int kVec, typename T, typename Activation>
 __device__ __forceinline__ void activate_backward(T (&grad)[kVec], const T (&t)[kVec], Activation which) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) grad[i] *= slope<kQuick>(which, t[i]);
+}
+
+template <bool kQuick, int kVec, typename T>
+__device__ __forceinline__ void activate(T (&values)[kVec], OtherGate other) {
+  with_activation(other.activation, [&](auto which) { activate<kQuick>(values, which); });
+}
+
+// A gate's activation and its derivative: both of silu and sigmoid from one sigmoid.
+template <bool kQuick, int kVec, typename T, Activation activation>
+__device__ __forceinline__ void gate_of(const T (&t)[kVec], T (&value)[kVec], T (&derivative)[kVec],
+                                        Which<activation>) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if constexpr (activation == Activation::kSilu || activation == Activation::kSigmoid) {
+      const T s = sigmoid<kQuick>(t[i]);
+      value[i] = activation == Activation::kSilu ? t[i] * s : s;
+      derivative[i] = activation == Activation::kSilu ? fma(value[i], 1 - s, s) : s * (1 - s);
+    } else {
+      value[i] = activated<kQuick>(Which<activation>{}, t[i]);
+      derivative[i] = slope<kQuick>(Which<activation>{}, t[i] * T(slope_scale<kQuick>(activation)));
+    }
+  }
+}
+template <bool kQuick, int kVec, typename T>
+__device__ __forceinline__ void gate_of(const T (&t)[kVec], T (&value)[kVec], T (&derivative)[kVec], OtherGate other) {
+  with_activation(other.activation, [&](auto which) { gate_of<kQuick>(t, value, derivative, which); });
 }
 
 }  // namespace fused_layernorm

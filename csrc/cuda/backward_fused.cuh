@@ -6,6 +6,8 @@
 // lost 8% (H200, bf16, N = 8192: 0.84 instead of 0.91 of the copy).
 #pragma once
 
+#include <numeric>
+
 #include "activation.cuh"
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
@@ -21,8 +23,9 @@ namespace fused_layernorm {
 namespace {
 
 // kLoad: the plain norm, with a load stage without gate, and from y. kGate: a load stage with a gate, whose gradient is
-// a third sum along the columns. kEpilogue: an epilogue, with or without a load stage without gate.
-enum class Family { kLoad, kGate, kEpilogue };
+// a third sum along the columns. kEpilogue: an epilogue, with or without a load stage without gate. kRowGate: a gated
+// norm.
+enum class Family { kLoad, kGate, kEpilogue, kRowGate };
 
 // Whether a ladder holds a plan. A kernel has the paths whose ladders hold its plan.
 template <typename Plan, typename... Plans>
@@ -54,6 +57,9 @@ __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&&
   };
   if constexpr (family == Family::kEpilogue) {
     f(Work<scalar_t, Path::kEpilogue>{});
+  } else if constexpr (family == Family::kRowGate) {
+    if (stages.row_gate.gates_y) return f(Work<scalar_t, Path::kRowGateOfY>{});
+    f(Work<scalar_t, Path::kRowGateOfX>{});
   } else if constexpr (family == Family::kGate) {
     with_grad(std::integral_constant<Path, Path::kGate>{});
   } else {
@@ -167,9 +173,10 @@ struct FusedRows {
   scalar_t* grad_residual;
 
   __device__ __forceinline__ void load_parameters() {
+    const int64_t first = slice.parameters_of<Plan>(params, threads.group);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t at = slice.first_parameter + threads.column_of(v);
+      const int64_t at = first + threads.column_of(v);
       const int count = threads.elements_of(v);
       const auto load = [&](auto type) {
         using T = decltype(type);
@@ -231,6 +238,8 @@ struct FusedRows {
     return read_as<grad_t>(at, v, whole);
   }
   __device__ __forceinline__ XVec read_residual_grad(unsigned at, int v, bool whole) const {
+    if constexpr (Work::kHasRowGate)  // a gate of 0 where there is no column: no activation of it is infinite
+      return read_as<scalar_t>(threads.elements_of(v) > 0 ? at : ring.zeros(), v, whole);
     return Work::kMayAdd && arguments.stages.grad_residual_out ? read(at, v, whole) : zero_vec<scalar_t, kVec>();
   }
 
@@ -323,13 +332,30 @@ struct FusedRows {
   }
 
   // Returns the sums along the row, and adds this row to the sums along the columns.
-  template <typename XOf, typename GradOf, typename Keep>
+  template <typename XOf, typename GradOf, typename GateOf, typename Keep>
   __device__ __forceinline__ Pair<acc_t> add_up(const Stats& stats, [[maybe_unused]] int row, XOf x_vec,
-                                                GradOf grad_vec, [[maybe_unused]] Keep keep) {
+                                                GradOf grad_vec, [[maybe_unused]] GateOf gate_vec,
+                                                [[maybe_unused]] Keep keep) {
     if constexpr (kHasEpilogue) {
       return add_up_epilogue(stats, row, x_vec, grad_vec, keep);
     } else {
       Pair<acc_t> sums{0, 0};
+      if constexpr (Work::kHasRowGate) {
+        with_gate_activation(arguments.stages.row_gate.activation, [&](auto which) {
+          for_each([&](int v, auto whole) {
+            acc_t x[kVec], grad[kVec], gate[kVec];
+            unpack(gate_vec(v, whole), gate);
+            activate<sizeof(scalar_t) == 2>(gate, which);
+            unpack(grad_vec(v, whole), grad);
+            unpack(x_vec(v, whole), x);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) (Work::kGatesY ? grad : x)[i] *= gate[i];
+            add_to_row(sums, stats, x, grad, weight[v]);
+            add_to_columns(columns.sums[0][v], columns.sums[1][v], stats, x, grad);
+          });
+        });
+        return sums;
+      }
       for_each([&](int v, auto whole) {
         acc_t x[kVec], grad[kVec];
         unpack(grad_vec(v, whole), grad);
@@ -374,6 +400,57 @@ struct FusedRows {
         if (wanted && (whole || i < threads.elements_of(v)))
           target[threads.held.index(v) * kThreads * kVec + i] = narrow<T>(values[i]);
     }
+  }
+
+  // From the cache for each row: a gated norm seldom has a bias, and its registers would cost warps.
+  __device__ __forceinline__ void load_bias(acc_t (&values)[kVec], int v) const {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = 0;
+    if (!params.bias || threads.elements_of(v) <= 0) return;
+    const int64_t at = slice.parameters_of<Plan>(params, threads.group) + threads.column_of(v);
+    if (sizeof(grad_t) == 2 && params.weight_dtype == DType::kFloat32) {
+      unpack(load_vec<float, kVec>(static_cast<const float*>(params.bias) + at), values);
+    } else {
+      unpack(load_vec<grad_t, kVec>(static_cast<const grad_t*>(params.bias) + at), values);
+    }
+  }
+
+  // The end of a gated norm's row: what store() does, and the gradient of the gate.
+  template <typename XOf, typename GradOf, typename GateOf>
+  __device__ __forceinline__ void store_gated(const Stats& stats, Pair<acc_t> sums, XOf x_vec, GradOf grad_vec,
+                                              GateOf gate_vec) {
+    const Pair<acc_t> terms = row_terms(stats, sums);
+    with_gate_activation(arguments.stages.row_gate.activation, [&](auto which) {
+      for_each([&](int v, auto whole) {
+        acc_t x[kVec], grad[kVec], gate[kVec], factor[kVec], derivative[kVec], values[kVec];
+        unpack(gate_vec(v, whole), gate);
+        gate_of<sizeof(scalar_t) == 2>(gate, factor, derivative, which);
+        unpack(x_vec(v, whole), x);
+        unpack(grad_vec(v, whole), grad);
+        if constexpr (Work::kGatesY) {
+          acc_t shift[kVec];
+          load_bias(shift, v);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            derivative[i] *= grad[i] * fma(stats.centered(x[i]) * stats.rstd, weight[v][i], shift[i]);
+            grad[i] *= factor[i];
+          }
+          grad_input_of(values, stats, terms, x, grad, weight[v]);
+        } else {
+          acc_t z[kVec];
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) z[i] = x[i] * factor[i];
+          grad_input_of(values, stats, terms, z, grad, weight[v]);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            derivative[i] *= values[i] * x[i];
+            values[i] *= factor[i];
+          }
+        }
+        write(grad_residual, arguments.stages.grad_residual, v, whole, derivative);
+        write(grad_input, params.grad_input, v, whole, values);
+      });
+    });
   }
 
   // kAdds: with a load stage.
@@ -430,21 +507,27 @@ struct FusedRows {
       // The plain path is taken only if grad_input is wanted
       write(grad_input, Work::kIsPlain || params.grad_input, v, whole, values);
     });
-    // At most the elements that all blocks hold, which fits 32 bits
-    const unsigned step = static_cast<unsigned>(slice.row_step) * static_cast<unsigned>(params.hidden_size);
-    grad_input += step;
-    if constexpr (kAdds && !kHasEpilogue) grad_residual += step;
   }
 
   // Selects store(): with an epilogue a load stage is a run-time value.
-  template <typename... Arguments>
-  __device__ __forceinline__ void store_row(Arguments&&... of_row) {
-    if constexpr (Work::kHasEpilogue) {
-      if (arguments.stages.has_load_stage) return store<true>(of_row...);
-      store<false>(of_row...);
+  template <typename XOf, typename GradOf, typename ResidualGradOf, typename GatedOf>
+  __device__ __forceinline__ void store_row(const Stats& stats, int row, Pair<acc_t> sums, XOf x_vec, GradOf grad_vec,
+                                            ResidualGradOf residual_grad_vec, GatedOf gated_vec) {
+    if constexpr (Work::kHasRowGate) {
+      store_gated(stats, sums, x_vec, grad_vec, residual_grad_vec);
+    } else if constexpr (Work::kHasEpilogue) {
+      if (arguments.stages.has_load_stage) {
+        store<true>(stats, row, sums, x_vec, grad_vec, residual_grad_vec, gated_vec);
+      } else {
+        store<false>(stats, row, sums, x_vec, grad_vec, residual_grad_vec, gated_vec);
+      }
     } else {
-      store<Work::kAlwaysAdds>(of_row...);
+      store<Work::kAlwaysAdds>(stats, row, sums, x_vec, grad_vec, residual_grad_vec, gated_vec);
     }
+    // At most the elements that all blocks hold, which fits 32 bits
+    const unsigned step = static_cast<unsigned>(slice.row_step) * static_cast<unsigned>(params.hidden_size);
+    grad_input += step;
+    if constexpr (Work::kAlwaysAdds) grad_residual += step;
   }
 
   // Load, reduce, store: the row stays in registers.
@@ -479,10 +562,12 @@ struct FusedRows {
       const Pair<acc_t> sums =
           row_sum<Row>(add_up(
                            stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+                           [&](int v, auto) { return residual_grad_raw[kHoldsResidualGrad ? v : 0]; },
                            [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasEpilogue ? v : 0] = pack<acc_t>(wdy); }),
                        scratch[ring.slot]);  // alternates, as row_sum() requires
       optimization_barrier(x_raw);
       if constexpr (!kHasEpilogue) optimization_barrier(grad_raw);
+      if constexpr (Work::kHasRowGate) optimization_barrier(residual_grad_raw);
       store_row(
           stats, row, sums, [&](int v, auto) { return x_raw[v]; },
           [&](int v, auto) {
@@ -539,7 +624,7 @@ struct FusedRows {
     };
     // An extra iteration finishes the last row with the same code where a second copy of that code spills or is long; a
     // second copy saves 6% of the instructions a row (128 x 2, with a load stage)
-    constexpr bool kOneMore = Work::kFromY || kHasEpilogue || (Work::kMayAdd && !kAligned);
+    constexpr bool kOneMore = Work::kFromY || kHasEpilogue || Work::kHasRowGate || (Work::kMayAdd && !kAligned);
 #pragma unroll 1
     for (; kOneMore || row < slice.end_row; row += slice.row_step, ++iteration) {
       const bool has_row = !kOneMore || row < slice.end_row;
@@ -557,6 +642,7 @@ struct FusedRows {
         exchange.share(iteration, add_up(
                                       stats, row, [&](int v, auto whole) { return read(entry.x, v, whole); },
                                       [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+                                      [&](int v, auto whole) { return read_residual_grad(entry.residual, v, whole); },
                                       [&](int v, const acc_t(&wdy)[kVec]) {
                                         if constexpr (kHasEpilogue)
                                           store_words<kThreads * kRows>(kept_at(iteration, v), wdy);
@@ -590,7 +676,8 @@ struct FusedRows {
   }
 };
 
-// Reduces the column sums of this block, or cluster, to one partial sum, [kSums, hidden_size]: within a warp by
+// Reduces the column sums of this block, or cluster, to one partial sum, [kSums, hidden_size]; with interleaved
+// segments, each group of threads writes one. Within a warp by
 // shuffles, then through the memory of the ring, which all threads add up in parallel (H200, bf16: by serial
 // additions with a stride of 32 bytes between threads 2048 x 1024 took 18.6 us, now 11.6; 4096 x 8192 69, now 61;
 // 32768 x 4096 208, now 202). Called by all threads after the last use of the ring.
@@ -608,9 +695,11 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   // The smallest ring: that of the plain path, or with a gate that of 16-bit gradients
   using Narrow = std::conditional_t<sizeof(scalar_t) == 4 && family == Family::kGate, __half, scalar_t>;
   using Least = RowRing<scalar_t, Plan, Work<Narrow, family == Family::kGate ? Path::kGate : Path::kPlain>>;
-  static_assert(kAdders * kElements * kThreads * sizeof(acc_t) <=
-                2 * Least::slot_bytes_of(family == Family::kGate ? 4 : 2));
-  if (kThreads < 32 && threadIdx.x < kThreads * kRows) {
+  static_assert(kAdders > 1 || kRows == 1);
+  static_assert(kRows >= kAdders && kRows * kElements * kThreads * sizeof(acc_t) <=
+                                        2 * Least::slot_bytes_of(family == Family::kGate ? 4 : 2));
+  const bool interleaves = kMayInterleave<Plan> && params.interleaves;
+  if (kThreads < 32 && !interleaves && threadIdx.x < kThreads * kRows) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
 #pragma unroll
@@ -623,9 +712,10 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   }
   const int adder = kThreads < 32 ? threadIdx.x / 32 : threads.group;
   const bool adds = threadIdx.x < kThreads * kRows && (kThreads >= 32 || threadIdx.x % 32 < kThreads);
-  acc_t* partial = static_cast<acc_t*>(params.workspace) +
-                   static_cast<int64_t>(blockIdx.x / slice.blocks) * kSums * params.hidden_size + slice.first_col;
-  const auto write = [&](int element, const acc_t(&values)[kUnit]) {
+  const auto partial_at = [&](int64_t index) {
+    return static_cast<acc_t*>(params.workspace) + index * kSums * params.hidden_size + slice.first_col;
+  };
+  const auto write = [&](acc_t* partial, int element, const acc_t(&values)[kUnit]) {
     const int v = element / kVec % kVecs, first = element % kVec, count = threads.elements_of(v) - first;
     acc_t* target = partial + element / (kVecs * kVec) * params.hidden_size + threads.column_of(v) + first;
     if constexpr (Threads::kAligned) {
@@ -647,6 +737,8 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   const auto sum_of = [&](int element) -> acc_t& {
     return columns.sums[element / (kVecs * kVec)][element / kVec % kVecs][element % kVec];
   };
+  const int64_t cluster = blockIdx.x / slice.blocks;
+  acc_t* const partial = partial_at(cluster);
   if constexpr (kAdders == 1) {
     if (!adds) return;
 #pragma unroll
@@ -654,15 +746,16 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
       acc_t values[kUnit];
 #pragma unroll
       for (int i = 0; i < kUnit; ++i) values[i] = sum_of(element + i);
-      write(element, values);
+      write(partial, element, values);
     }
   } else {
     // Elements of neighbouring threads are adjacent
     acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + threads.rank;
-    if (adds) {
+    if (interleaves ? threadIdx.x < kThreads * kRows : adds) {
+      const int at = interleaves ? threads.group : adder;
 #pragma unroll
       for (int element = 0; element < kElements; ++element)
-        left[(adder * kElements + element) * kThreads] = sum_of(element);
+        left[(at * kElements + element) * kThreads] = sum_of(element);
     }
     __syncthreads();
     if (kForRacecheck) __syncthreads();
@@ -670,11 +763,20 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
 #pragma unroll 1
     for (int element = adder * kUnit; element < kElements; element += kAdders * kUnit) {
       acc_t total[kUnit] = {};
+      if (interleaves) {
+#pragma unroll 1
+        for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+          for (int i = 0; i < kUnit; ++i) total[i] = left[(row * kElements + element + i) * kThreads];
+          write(partial_at(cluster * kRows + row), element, total);
+        }
+        continue;
+      }
 #pragma unroll
       for (int row = 0; row < kAdders; ++row)
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) total[i] += left[(row * kElements + element + i) * kThreads];
-      write(element, total);
+      write(partial, element, total);
     }
   }
 }
@@ -694,7 +796,8 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
   __shared__ typename Exchange::Shared exchange_shared;
 
   // The rows and columns of this block
-  const int set = sizeof(scalar_t) == 4 && arguments.stages.grad_output_dtype != DType::kFloat32 ? 2 : 1;
+  const bool is_narrow = sizeof(scalar_t) == 4 && arguments.stages.grad_output_dtype != DType::kFloat32;
+  const int set = is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1;
   const Slice slice = Slice::of<Plan>(params, set);
   if (kBulk && threadIdx.x == 0) ring_barriers.init();
   Exchange exchange(exchange_shared, slice, min(BlockThreads<scalar_t, Plan>(slice).group, Plan::kRows - 1));
@@ -780,10 +883,19 @@ cudaError_t residence_of(const DeviceFacts& facts, int cluster, int slot_bytes, 
   return cudaSuccess;
 }
 
-// The number of clusters of a launch: the same for each segment of the rows, and at least one.
+// The number of partial sums of a launch: one for each cluster, of which all segments of the rows have the same number,
+// at least one. With interleaved segments one for each group of threads, and as many clusters as make row_step a
+// multiple of the segments; 0 if that were too many.
 template <typename Plan>
-int running_clusters(const KernelBackwardParams& params, const Residence& residence) {
+int partial_sums(const KernelBackwardParams& params, const Residence& residence) {
   const int segments = std::max(params.segments, 1);
+  if (params.interleaves) {
+    if (!kMayInterleave<Plan>) return 0;
+    const int64_t unit = segments / std::gcd(segments, Plan::kRows);
+    if (unit > kMostInterleavedWaves * residence.clusters) return 0;
+    const int64_t clusters = std::min<int64_t>(residence.clusters, (params.rows + Plan::kRows - 1) / Plan::kRows);
+    return static_cast<int>(std::max<int64_t>(clusters / unit, 1) * unit * Plan::kRows);
+  }
   const int64_t iterations = (params.rows / segments + Plan::kRows - 1) / Plan::kRows;
   return static_cast<int>(std::clamp<int64_t>(residence.clusters / segments, 1, iterations)) * segments;
 }
@@ -794,6 +906,11 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
   arguments.stages = stages;
   if (!params.grad_input && !stages.grad_residual && !stages.gate)
     arguments.stages.grad_residual_out = nullptr;  // it would not be read
+  if (stages.row_gate.gate) {
+    arguments.stages.grad_residual_out = stages.row_gate.gate;
+    arguments.stages.grad_residual_out_strides = stages.row_gate.strides;
+    arguments.stages.grad_residual = stages.grad_row_gate;
+  }
   arguments.inverse_n = inverse_of<float>(params.hidden_size);
   const Dropout& dropout = stages.epilogue.dropout;
   arguments.norm_scale = slope_scale<sizeof(scalar_t) == 2>(stages.epilogue.activation);
@@ -831,12 +948,13 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   Residence residence;
   error = residence_of<scalar_t, Plan, family>(facts, cluster, slot_bytes, ring_kind, residence);
   if (error != cudaSuccess || residence.clusters == 0) return error;
-  call.running = running_clusters<Plan>(params, residence);
-  if (!call.launches) return cudaSuccess;
+  call.running = partial_sums<Plan>(params, residence);
+  if (call.running == 0 || !call.launches) return cudaSuccess;
   FusedArguments arguments = fused_arguments<scalar_t>(params, stages);
   arguments.depth = residence.depth;
   arguments.slot_bytes = slot_bytes;
-  const ClusterLaunch persistent(static_cast<int64_t>(call.running) * cluster, kFusedThreads<Plan>,
+  const int64_t clusters = params.interleaves ? call.running / Plan::kRows : call.running;
+  const ClusterLaunch persistent(clusters * cluster, kFusedThreads<Plan>,
                                  residence.depth * slot_bytes + kKeptBytes<scalar_t, Plan, family>, cluster,
                                  call.stream);
   return cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, Plan, family>, params, arguments);
@@ -848,14 +966,16 @@ template <typename scalar_t>
 cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call) {
   call.running = 0;
   const bool is_narrow = stages.grad_output_dtype != params.x_dtype, has_epilogue = stages.epilogue.any();
+  const bool has_row_gate = stages.row_gate.gate;
   const bool is_ragged = params.hidden_size % (16 / dtype_bytes(stages.grad_output_dtype)) != 0;
   if (params.rows > kFusedMaxRows || params.segments > kMaxFusedSegments ||
       stages.grad_input_dtype != stages.grad_output_dtype ||
       (stages.grad_residual && stages.grad_residual_dtype != params.x_dtype) ||
       (is_narrow && (sizeof(scalar_t) != 4 || dtype_bytes(stages.grad_output_dtype) != 2 || !stages.has_load_stage)) ||
-      (has_epilogue && (is_narrow || stages.gate || params.segments > 1)) ||
+      (has_row_gate && is_narrow) || (has_epilogue && (is_narrow || stages.gate || params.segments > 1)) ||
       (stages.from_y && params.hidden_size > kFromYColumns) || (stages.gate && stages.dropout.philox) ||
-      (is_ragged && (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue)))
+      (is_ragged &&
+       (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue || has_row_gate)))
     return cudaSuccess;
   const auto launch = [&](auto family, auto ladder) {
     DeviceFacts facts;
@@ -869,6 +989,8 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
   if (is_ragged) return launch(load, typename RaggedBackwardLadder<scalar_t>::type{});
   if (stages.gate)
     return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});
+  if (has_row_gate)
+    return launch(std::integral_constant<Family, Family::kRowGate>{}, typename RowGateGradLadder<scalar_t>::type{});
   const std::integral_constant<Family, Family::kEpilogue> epilogue;
   if (stages.epilogue.dropout.philox) return launch(epilogue, typename DropoutGradLadder<scalar_t>::type{});
   if (has_epilogue) return launch(epilogue, typename EpilogueGradLadder<scalar_t>::type{});

@@ -174,6 +174,17 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
+// Multiplies a vector by the activation of its gate.
+template <typename x_t, int kVec, typename T>
+__device__ __forceinline__ void multiply_by_gate(Activation activation, const RawVec<x_t, kVec>& raw,
+                                                 T (&values)[kVec]) {
+  T gate[kVec];
+  unpack(raw, gate);
+  with_gate_activation(activation, [&](auto which) { activate<sizeof(x_t) == 2>(gate, which); });
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], gate[i]);
+}
+
 // The epilogue of one row.
 template <typename T, bool kQuick, bool kDrops>
 struct EpilogueRow {
@@ -236,10 +247,10 @@ struct StagingMemory {
   uint64_t barriers[kRows];
 };
 
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused, typename Staging>
 __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
                                             acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
-                                            StagingMemory<scalar_t, Plan>& staged) {
+                                            Staging& staged) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -319,6 +330,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
 
   // Load; elements beyond the row are never used
   RawVec<scalar_t, kVec> raw[kVecs];
+  [[maybe_unused]] RawVec<x_t, kVec> gate_raw[kHasGate<Fused> ? kVecs : 1];
   RowStaging<Row, scalar_t, kStagingBytes<scalar_t, Plan> / 16> staging(
       staged.rows[kStaged ? Row::group() : 0], &staged.barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
@@ -326,6 +338,26 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       const int col = slice_col + own;
       const x_t* gate = static_cast<const x_t*>(fused.gate) + segment_of(params, row) * fused.gate_stride + col;
       load_sum<Held, Plan>(raw, fused, x + own, gate, row, hidden_size, col, Held(elements, own));
+    } else if constexpr (kHasGate<Fused>) {
+      const x_t* gate = static_cast<const x_t*>(fused.gate) + fused.strides.offset(row) + slice_col + own;
+      const Held held(elements, own);
+      RawVec<x_t, kVec> x_raw[kVecs];
+      held.for_each([&](int v, auto whole) {
+        if (!whole && held.count(v) <= 0) return;
+        x_raw[v] = load_vec<x_t, kVec>(x + own + v * kStep);
+        gate_raw[v] = load_vec<x_t, kVec>(gate + v * kStep);
+      });
+      held.for_each([&](int v, auto whole) {
+        if (!whole && held.count(v) <= 0) return;
+        if constexpr (kGatesY<Fused>) {
+          raw[v] = x_raw[v];
+        } else {
+          acc_t z[kVec];
+          unpack(x_raw[v], z);
+          multiply_by_gate(fused.activation, gate_raw[v], z);
+          raw[v] = pack<scalar_t>(z);
+        }
+      });
     } else {
       const int left = elements - tile;
       const scalar_t* first = x + tile + own;
@@ -489,6 +521,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
           unpack(raw[v], values);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+          if constexpr (kGatesY<Fused>) multiply_by_gate(fused.activation, gate_raw[v], values);
           apply(values, slice_col + own + skip);
           if (!plain && !same_dtype) {
             store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
@@ -509,8 +542,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
-      // With a load stage a branch per vector is free, and halves the code
-      if (kEager || (!kHasLoad<Fused> && same_dtype &&
+      // With a load stage or a gate a branch per vector is free, and halves the code
+      if (kEager || (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
                      (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))))) {
         store(weight, bias, std::true_type{});
       } else {
@@ -550,16 +583,22 @@ __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_
       return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row,
                                                              staged);
   }
+  if constexpr (kGatesY<Fused>) {
+    if (!fused.gates_y)
+      return forward_row<float, weight_t, Plan, kEager>(params, inverse_n, WithGate<scalar_t, false>{fused}, row,
+                                                        staged);
+  }
   forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
 }
 
-// Fused: NoStage, WithLoad or WithEpilogue. Weight is of weight_t or fp32. Each run-time dtype has a separate path
-// through the kernel, with its own register allocation and schedule.
+// Fused: NoStage, WithLoad, WithEpilogue or WithGate. Weight is of weight_t or fp32. Each run-time dtype has a separate
+// path through the kernel, with its own register allocation and schedule.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
-                                  kEager ? 1
-                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                       kHasLoad<Fused>, kDropsY<Fused>))
+                                  kEager
+                                      ? 1
+                                      : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
+                                                                    kHasLoad<Fused> || kHasGate<Fused>, kDropsY<Fused>))
     norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
@@ -592,7 +631,7 @@ int64_t forward_blocks(KernelForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   params.iterations = 1;
   if (kIterates<scalar_t, weight_t, Plan, false, Fused> && params.weight_dtype == dtype_of<weight_t> &&
-      params.segments > kFewSegments<Plan> && params.segments < params.rows &&
+      params.segments > kFewSegments<Plan> && params.segments < params.rows && !params.interleaves &&
       params.rows * Plan::kThreads >= kSegmentIterations<Plan> * kSegmentIterationThreads)
     params.iterations = kSegmentIterations<Plan>;
   const int64_t rows = kRows * params.iterations;
@@ -602,7 +641,8 @@ int64_t forward_blocks(KernelForwardParams& params) {
 // Launches forward with a stage, by the ladder of that stage.
 template <typename scalar_t, typename Stage>
 cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
-  using LadderOf = std::conditional_t<kHasEpilogue<Stage>, EpilogueLadder<scalar_t>, LoadLadder<scalar_t>>;
+  using LadderOf = std::conditional_t<kHasEpilogue<Stage>, EpilogueLadder<scalar_t>,
+                                      std::conditional_t<kHasGate<Stage>, GateLadder<scalar_t>, LoadLadder<scalar_t>>>;
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
     const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1,
@@ -656,6 +696,11 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
 template <typename scalar_t>
 cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
   return launch_staged_forward<scalar_t>(params, WithLoad<scalar_t>{stage}, stream);
+}
+
+template <typename scalar_t>
+cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream) {
+  return launch_staged_forward<scalar_t>(params, WithGate<scalar_t, true>{gate}, stream);
 }
 
 template <typename scalar_t, bool drops>

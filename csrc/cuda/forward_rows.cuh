@@ -141,6 +141,7 @@ struct PlainForwardParams {
   DType weight_dtype;
   static constexpr DType y_dtype = dtype_of<scalar_t>;
   static constexpr int segments = 1;
+  static constexpr bool interleaves = false;
   static constexpr int64_t weight_stride = 0;
 
   static bool holds(const KernelForwardParams& params) { return params.segments <= 1 && params.y_dtype == y_dtype; }
@@ -165,6 +166,7 @@ struct PlainForwardParams {
 template <typename Params>
 __device__ __forceinline__ unsigned segment_of(const Params& params, int64_t row) {
   if (params.segments <= 1) return 0;
+  if (params.interleaves) return static_cast<unsigned>(row) % static_cast<unsigned>(params.segments);
   const unsigned rows = static_cast<unsigned>(params.rows) / static_cast<unsigned>(params.segments);
   return static_cast<unsigned>(row) / rows;
 }

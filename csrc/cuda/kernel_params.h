@@ -30,6 +30,14 @@ struct LoadStage {
   int64_t gate_stride;
 };
 
+// A gated norm's gate, of x's dtype; nullptr: none.
+struct RowGate {
+  const void* gate;
+  RowStrides strides;
+  Activation activation;
+  bool gates_y;
+};
+
 // The adjoints of the stages around the norm of z. A null pointer is an absent input or an unwanted result.
 struct GradStages {
   const void* grad_residual_out;  // of z's dtype, which is KernelBackwardParams::x_dtype
@@ -41,13 +49,15 @@ struct GradStages {
   int64_t gate_stride;
   Dropout dropout;  // of x
   Epilogue epilogue;
+  RowGate row_gate;           // goes with no other stage
+  void* grad_row_gate;        // of x's dtype
   DType grad_output_dtype;    // z's, or 16-bit beside fp32 z
   DType grad_input_dtype;     // likewise
   DType grad_residual_dtype;  // grad_input_dtype or fp32
   bool has_load_stage;
   bool from_y;  // x is forward's y, and x_hat = (y - bias) / (weight + weight_offset). mean is not read
 
-  bool any() const { return has_load_stage || from_y || epilogue.any(); }
+  bool any() const { return has_load_stage || from_y || epilogue.any() || row_gate.gate; }
 };
 
 struct KernelForwardParams {
@@ -70,6 +80,7 @@ struct KernelForwardParams {
   double eps;
   double weight_offset;
   int segments;
+  bool interleaves;
   int iterations;  // rows per group of threads, a power of 2; set by the launcher
   int64_t weight_stride;
   DType x_dtype;
@@ -99,6 +110,7 @@ struct KernelBackwardParams {
   int64_t hidden_size;
   double weight_offset;
   int segments;
+  bool interleaves;  // for the fused strategy only
   int64_t weight_stride;
   DType x_dtype;
   DType weight_dtype;  // x_dtype or fp32; with a stage that of grad_input or fp32

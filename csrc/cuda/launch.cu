@@ -155,6 +155,28 @@ struct NormOfColumns {
   }
 };
 
+// Calls f(segment, its first row, its number of rows) for each segment of this block.
+template <typename F>
+__device__ __forceinline__ void for_each_segment(const SavedNorm& norm, F&& f) {
+  const int64_t rows = norm.segments > 1 ? norm.rows / norm.segments : norm.rows;
+  for (int64_t segment = blockIdx.z; segment * rows < norm.rows; segment += gridDim.z) f(segment, segment * rows, rows);
+}
+
+// u, contiguous, from z and its statistics. Launched with the segments.
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    norm_of_saved_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
+  for_each_segment(norm, [&](int64_t segment, int64_t first, int64_t rows) {
+    for_each_eight(rows, norm.hidden_size, [&](int64_t col, int count) {
+      return [&, col, count, u = NormOfColumns<acc_t>(norm, segment, col, count)](int64_t row) {
+        acc_t values[8];
+        u(values, row + first);
+        store_columns(target, dtype, (row + first) * norm.hidden_size + col, values, count);
+      };
+    });
+  });
+}
+
 // The epilogue: y = dropout(activation(u)), contiguous. One weight for all rows.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
@@ -192,14 +214,13 @@ __global__ void __launch_bounds__(kQuadThreads)
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     centered_from_y_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
-  const int64_t rows = norm.segments > 1 ? norm.rows / norm.segments : norm.rows;
-  for (int64_t segment = blockIdx.z; segment * rows < norm.rows; segment += gridDim.z) {
+  for_each_segment(norm, [&](int64_t segment, int64_t first, int64_t rows) {
     for_each_eight(rows, norm.hidden_size, [&](int64_t col, int count) {
       NormOfColumns<acc_t> columns(norm, segment, col, count);
 #pragma unroll
       for (int i = 0; i < 8; ++i) columns.weight[i] = 1 / columns.weight[i];
       return [&, col, count, columns](int64_t row) {
-        row += segment * rows;
+        row += first;
         const acc_t sigma = 1 / columns.saved(norm.rstd, row);
         acc_t values[8];
         columns.load(values, row);
@@ -208,7 +229,44 @@ __global__ void __launch_bounds__(kQuadThreads)
         store_columns(target, dtype, row * norm.hidden_size + col, values, count);
       };
     });
-  }
+  });
+}
+
+// A gated norm around the plain one: target = source * activation(gate), contiguous.
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    gate_kernel(const __grid_constant__ Rows source, const __grid_constant__ Rows gate, Activation activation,
+                int64_t rows, int64_t hidden_size, void* target, DType dtype) {
+  for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t values[4], factor[4];
+    load_columns<4>(values, source.data, source.dtype, source.strides.offset(row) + col, count);
+    load_columns<4>(factor, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
+    with_gate_activation(activation, [&](auto which) { activate<false>(factor, which); });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = mul(values[i], factor[i]);
+    store_columns(target, dtype, row * hidden_size + col, values, count);
+  });
+}
+
+// The gradient of the gate, contiguous: that of the product, times what the gate's activation was multiplied by, times
+// the derivative.
+template <typename acc_t>
+__global__ void __launch_bounds__(kQuadThreads)
+    gate_grad_kernel(const __grid_constant__ Rows grad_product, const __grid_constant__ Rows other,
+                     const __grid_constant__ Rows gate, Activation activation, int64_t rows, int64_t hidden_size,
+                     void* target, DType dtype) {
+  for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t values[4], factor[4], values_of_gate[4], unused[4];
+    load_columns<4>(values, grad_product.data, grad_product.dtype, grad_product.strides.offset(row) + col, count);
+    load_columns<4>(factor, other.data, other.dtype, other.strides.offset(row) + col, count);
+    load_columns<4>(values_of_gate, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = mul(values[i], factor[i]);
+    with_gate_activation(activation, [&](auto which) { gate_of<false>(values_of_gate, unused, factor, which); });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = mul(values[i], factor[i]);
+    store_columns(target, dtype, row * hidden_size + col, values, count);
+  });
 }
 
 __global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid_constant__ DropoutMaskParams params) {
@@ -237,7 +295,10 @@ class Sequence {
  public:
   template <typename Params>
   explicit Sequence(const Params& params)
-      : rows_(params.rows), hidden_size_(params.hidden_size), segments_(std::max(params.segments, 1)) {}
+      : rows_(params.rows),
+        hidden_size_(params.hidden_size),
+        segments_(std::max(params.segments, 1)),
+        cuts_(segments_ > 1 && !params.interleaves) {}
   template <typename Params>
   Sequence(const Params& params, cudaStream_t stream) : Sequence(params) {
     launches_ = true;
@@ -268,7 +329,7 @@ class Sequence {
   Rows readable(const Rows& rows, DType dtype) {
     if (!rows.data || (rows.dtype == dtype && is_aligned16(rows) && may_be_cut(rows.strides))) return rows;
     void* copy = take_rows(dtype);
-    convert(rows, rows_, copy, dtype, hidden_size_);
+    convert(rows, rows_, hidden_size_, copy, dtype, hidden_size_);
     return {copy, contiguous(rows_, hidden_size_), dtype};
   }
 
@@ -284,7 +345,8 @@ class Sequence {
     for (const void** data : {&found.weight, &found.bias}) {
       if (!*data) continue;
       void* copy = take(segments_ * found.stride * dtype_bytes(dtype));
-      convert({*data, {segments_, parameters.stride, 0}, parameters.dtype}, segments_, copy, dtype, found.stride);
+      convert({*data, {segments_, parameters.stride, 0}, parameters.dtype}, segments_, hidden_size_, copy, dtype,
+              found.stride);
       *data = copy;
     }
     return found;
@@ -297,6 +359,15 @@ class Sequence {
     return target;
   }
 
+  void convert(const Rows& source, int64_t rows, int64_t hidden_size, void* target, DType dtype,
+               int64_t target_stride) {
+    const auto kernel =
+        source.dtype == DType::kFloat64 && dtype == source.dtype ? convert_kernel<double> : convert_kernel<float>;
+    launch([=](cudaStream_t stream) {
+      return launch_quads(kernel, rows, hidden_size, stream, source, rows, hidden_size, target, dtype, target_stride);
+    });
+  }
+
  private:
   bool is_aligned16(const Rows& rows) const {
     const int bytes = dtype_bytes(rows.dtype);
@@ -307,19 +378,11 @@ class Sequence {
 
   bool may_be_cut(const RowStrides& strides) const {
     const int64_t rows = rows_ / segments_;
-    return segments_ == 1 || strides.is_even(rows_) || rows % strides.rows_per_group == 0 ||
-           strides.rows_per_group % rows == 0;
-  }
-
-  void convert(const Rows& source, int64_t rows, void* target, DType dtype, int64_t target_stride) {
-    const auto kernel =
-        source.dtype == DType::kFloat64 && dtype == source.dtype ? convert_kernel<double> : convert_kernel<float>;
-    launch([&](cudaStream_t stream) {
-      return launch_quads(kernel, rows, hidden_size_, stream, source, rows, hidden_size_, target, dtype, target_stride);
-    });
+    return !cuts_ || strides.is_even(rows_) || rows % strides.rows_per_group == 0 || strides.rows_per_group % rows == 0;
   }
 
   int64_t rows_, hidden_size_, segments_;
+  bool cuts_;  // whether segments may be launched separately
   bool launches_ = false;
   cudaStream_t stream_ = nullptr;
   char* base_ = reinterpret_cast<char*>(uintptr_t{1} << 12);
@@ -355,6 +418,62 @@ cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& 
   }
 }
 
+void read_parameters(const NormForwardParams& params, DType dtype, KernelForwardParams& norm, Sequence& run) {
+  const Parameters read = run.readable({params.weight, params.bias, params.weight_stride, params.weight_dtype}, dtype);
+  norm.weight = read.weight;
+  norm.bias = read.bias;
+  norm.weight_stride = read.stride;
+  norm.weight_dtype = read.dtype;
+}
+
+// Launches the plain norm.
+void forward_plain(KernelForwardParams& norm, Sequence& run) {
+  norm.workspace = run.take(forward_workspace(norm));
+  run.launch([&](cudaStream_t stream) { return launch_forward(norm, stream); });
+}
+
+// target = source * activation(row_gate), in the accumulation type of x.
+template <typename Params>
+void multiply_by_row_gate(const Params& params, const Rows& source, void* target, DType dtype, Sequence& run) {
+  const bool is_double = accumulation_dtype(params.x_dtype) == DType::kFloat64;
+  const Rows gate{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
+  run.launch([&](cudaStream_t stream) {
+    return launch_quads(is_double ? gate_kernel<double> : gate_kernel<float>, params.rows, params.hidden_size, stream,
+                        source, gate, params.gate_activation, params.rows, params.hidden_size, target, dtype);
+  });
+}
+
+// A gated norm: one kernel, or the plain norm and the product with the gate. `norm` lacks weight and bias.
+void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Sequence& run) {
+  const DType acc_dtype = accumulation_dtype(params.x_dtype);
+  const RowStrides dense = contiguous(params.rows, params.hidden_size);
+  const Rows gate{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
+  if (gate.dtype == params.x_dtype && takes_gate(norm)) {
+    const Rows read = run.readable(gate, gate.dtype);
+    const RowGate row_gate{read.data, read.strides, params.gate_activation, params.gates_y};
+    complete_statistics(norm, false, run);
+    read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
+    return run.launch([&](cudaStream_t stream) { return launch_forward(norm, row_gate, stream); });
+  }
+  void* const product = run.take_rows(acc_dtype);
+  const auto multiply = [&](const Rows& source, void* target, DType dtype) {
+    multiply_by_row_gate(params, source, target, dtype, run);
+  };
+  if (params.gates_y) {
+    norm.y = product;
+    norm.y_dtype = acc_dtype;
+  } else {
+    multiply({norm.x, norm.x_strides, norm.x_dtype}, product, acc_dtype);
+    norm.x = product;
+    norm.x_strides = dense;
+    norm.x_dtype = acc_dtype;
+  }
+  complete_statistics(norm, false, run);
+  read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
+  forward_plain(norm, run);
+  if (params.gates_y) multiply({product, dense, acc_dtype}, params.y, params.y_dtype);
+}
+
 void forward(const NormForwardParams& params, Sequence& run) {
   const bool is_double = params.x_dtype == DType::kFloat64;
   const Rows x = run.readable({params.x, params.x_strides, params.x_dtype}, params.x_dtype);
@@ -370,9 +489,11 @@ void forward(const NormForwardParams& params, Sequence& run) {
   norm.eps = params.eps;
   norm.weight_offset = params.weight_offset;
   norm.segments = params.segments;
+  norm.interleaves = params.interleaves;
   norm.x_dtype = params.x_dtype;
   norm.y_dtype = params.y_dtype;
   norm.is_rms_norm = params.is_rms_norm;
+  if (params.row_gate) return forward_gated(params, norm, run);
 
   const Epilogue epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
   const bool has_epilogue = params.has_epilogue();
@@ -414,21 +535,16 @@ void forward(const NormForwardParams& params, Sequence& run) {
 
   const bool is_fused = has_epilogue && !adds && takes_epilogue(norm);
   complete_statistics(norm, has_epilogue && !is_fused, run);
-  const Parameters parameters =
-      run.readable({params.weight, params.bias, params.weight_stride, params.weight_dtype},
-                   adds && (params.weight || params.bias) ? params.weight_dtype
-                                                          : parameter_dtype(params.weight_dtype, norm.x_dtype));
-  norm.weight = parameters.weight;
-  norm.bias = parameters.bias;
-  norm.weight_stride = parameters.stride;
-  norm.weight_dtype = parameters.dtype;
+  read_parameters(
+      params,
+      adds && (params.weight || params.bias) ? params.weight_dtype : parameter_dtype(params.weight_dtype, norm.x_dtype),
+      norm, run);
   if (adds) {
     run.launch([&](cudaStream_t stream) { return launch_forward(norm, stage, stream); });
   } else if (is_fused) {
     run.launch([&](cudaStream_t stream) { return launch_epilogue_of(norm, epilogue, stream); });
   } else {
-    norm.workspace = run.take(forward_workspace(norm));
-    run.launch([&](cudaStream_t stream) { return launch_forward(norm, stream); });
+    forward_plain(norm, run);
   }
   if (!has_epilogue || is_fused) return;
   const SavedNorm saved{{of_z.x, of_z.x_strides, of_z.x_dtype},
@@ -455,7 +571,7 @@ void forward(const NormForwardParams& params, Sequence& run) {
 struct BackwardCall {
   KernelBackwardParams norm;  // x_dtype, but not the tensors below
   GradStages stages;          // likewise
-  Rows z, grad_output, grad_residual_out, x;
+  Rows z, grad_output, grad_residual_out, x, row_gate;
   Parameters parameters, gate;
 
   // Converts tensors for kernels of norm.x_dtype: grad_output to `grad_dtype`, parameters to `parameter_dtype`.
@@ -468,6 +584,7 @@ struct BackwardCall {
     rows_of(z, norm.x_dtype, norm.x, norm.x_strides);
     rows_of(grad_output, grad_dtype, norm.grad_output, norm.grad_output_strides);
     rows_of(grad_residual_out, norm.x_dtype, stages.grad_residual_out, stages.grad_residual_out_strides);
+    rows_of(row_gate, norm.x_dtype, stages.row_gate.gate, stages.row_gate.strides);
     const Parameters read = run.readable(parameters, parameter_dtype);
     norm.weight = read.weight;
     norm.bias = read.bias;
@@ -481,13 +598,15 @@ struct BackwardCall {
   }
 };
 
-// Launches one kernel with all stages; returns false if there is none. A load stage counts even if no wanted gradient
-// needs it, so that the bits do not depend on which gradients are wanted.
+// Launches one kernel with all stages, or with interleaved segments; returns false if there is none. A load stage
+// counts even if no wanted gradient needs it, so that the bits do not depend on which gradients are wanted.
 bool backward_at_once(BackwardCall call, Sequence& run) {
   call.norm.x_dtype = call.z.dtype;
   call.stages.grad_output_dtype = call.grad_output.dtype;
-  if (!call.stages.from_y && !call.stages.epilogue.any()) call.parameters.bias = nullptr;  // it would not be read
-  if (!call.stages.any() || backward_workspace(call.norm, call.stages) == kNoKernel) return false;
+  if (!call.stages.from_y && !call.stages.epilogue.any() && !call.stages.row_gate.gates_y)
+    call.parameters.bias = nullptr;  // it would not be read
+  if ((!call.stages.any() && !call.norm.interleaves) || !is_fused_backward(call.norm, call.stages)) return false;
+  if (call.row_gate.data && call.row_gate.dtype != call.z.dtype) return false;
   call.make_readable(call.grad_output.dtype, parameter_dtype(call.parameters.dtype, call.stages.grad_input_dtype), run);
   call.norm.workspace = run.take(backward_workspace(call.norm, call.stages));
   run.launch([&](cudaStream_t stream) { return launch_backward(call.norm, call.stages, stream); });
@@ -594,6 +713,7 @@ BackwardCall backward_call(const NormBackwardParams& params) {
   norm.hidden_size = params.hidden_size;
   norm.weight_offset = params.weight_offset;
   norm.segments = params.segments;
+  norm.interleaves = params.interleaves;
   norm.grad_weight_dtype = params.grad_weight_dtype;
   norm.grad_bias_dtype = params.grad_bias_dtype;
   norm.grad_gate_dtype = params.grad_gate_dtype;
@@ -606,6 +726,8 @@ BackwardCall backward_call(const NormBackwardParams& params) {
   stages.grad_input_dtype = params.x_dtype;
   stages.grad_residual_dtype = params.grad_residual ? params.residual_dtype : params.z_dtype;
   if (params.drops_x()) stages.dropout = params.dropout;
+  stages.row_gate = {params.row_gate, params.row_gate_strides, params.gate_activation, params.gates_y};
+  stages.grad_row_gate = params.grad_row_gate;
   stages.epilogue = {params.activation, params.drops_y ? params.dropout : Dropout{}};
   stages.has_load_stage = params.has_load_stage || params.gate;
   stages.from_y = params.z_is_y;
@@ -613,14 +735,66 @@ BackwardCall backward_call(const NormBackwardParams& params) {
   call.grad_output = {params.grad_output, params.grad_output_strides, params.grad_output_dtype};
   call.grad_residual_out = {params.grad_residual_out, params.grad_residual_out_strides, params.grad_residual_out_dtype};
   call.x = {params.x, params.x_strides, params.x_dtype};
+  call.row_gate = {params.row_gate, params.row_gate_strides, params.row_gate_dtype};
   call.parameters = {params.weight, params.bias, params.weight_stride,
                      params.weight || params.bias ? params.weight_dtype : params.z_dtype};
   call.gate = {params.gate, nullptr, params.gate_stride, params.x_dtype};
   return call;
 }
 
+void backward(const NormBackwardParams& params, Sequence& run);
+
+// Interleaved segments: one kernel, or all rows in order of the segments, by strides or copies.
+void backward_interleaved(const NormBackwardParams& params, Sequence& run) {
+  if (backward_at_once(backward_call(params), run)) return;
+  const int64_t segments = params.segments, rows_each = params.rows / segments, n = params.hidden_size;
+  NormBackwardParams ordered = params;
+  ordered.interleaves = false;
+  const auto order = [&](const void*& data, DType dtype, RowStrides& strides) {
+    if (!data) return;
+    if (strides.is_even(params.rows)) {
+      strides = {segments, strides.row_stride, strides.row_stride * segments};
+    } else if (strides.rows_per_group != segments) {
+      void* copy = run.take_rows(dtype);
+      run.convert({data, strides, dtype}, params.rows, n, copy, dtype, n);
+      data = copy;
+      strides = {segments, n, n * segments};
+    }
+    strides = {rows_each, strides.group_stride, strides.row_stride};
+  };
+  order(ordered.z, params.z_dtype, ordered.z_strides);
+  order(ordered.grad_output, params.grad_output_dtype, ordered.grad_output_strides);
+  order(ordered.grad_residual_out, params.grad_residual_out_dtype, ordered.grad_residual_out_strides);
+  order(ordered.row_gate, params.row_gate_dtype, ordered.row_gate_strides);
+  const DType acc_dtype = accumulation_dtype(params.x_dtype);
+  for (const void** statistic : {&ordered.rstd, &ordered.mean, &ordered.mean_tail}) {
+    if (!*statistic) continue;
+    void* copy = run.take(params.rows * dtype_bytes(acc_dtype));
+    run.convert({*statistic, {rows_each, segments, 1}, acc_dtype}, params.rows, 1, copy, acc_dtype, 1);
+    *statistic = copy;
+  }
+  struct Result {
+    void** data;
+    DType dtype;
+  };
+  const Result results[] = {{&ordered.grad_input, params.x_dtype},
+                            {&ordered.grad_residual, params.residual_dtype},
+                            {&ordered.grad_row_gate, params.row_gate_dtype}};
+  void* targets[3];
+  for (int i = 0; i < 3; ++i) {
+    targets[i] = *results[i].data;
+    if (targets[i]) *results[i].data = run.take_rows(results[i].dtype);
+  }
+  backward(ordered, run);
+  for (int i = 0; i < 3; ++i)
+    if (targets[i])
+      run.convert({*results[i].data, {segments, rows_each * n, n}, results[i].dtype}, params.rows, n, targets[i],
+                  results[i].dtype, n);
+}
+
 void backward(const NormBackwardParams& params, Sequence& run) {
   if (!params.wants_rows() && !params.wants_columns()) return;
+  if (params.interleaves) return backward_interleaved(params, run);
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
   const bool is_double = acc_dtype == DType::kFloat64;
   BackwardCall call = backward_call(params);
@@ -664,14 +838,60 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     call.stages.epilogue = {};
   }
 
+  // A gated norm around the plain one
+  const RowStrides dense = contiguous(params.rows, params.hidden_size);
+  const Rows row_gate = call.row_gate, x = z;
+  Rows grad_product = grad_output, other = x;
+  const auto multiply = [&](const Rows& source, void* target, DType dtype) {
+    multiply_by_row_gate(params, source, target, dtype, run);
+  };
+  call.row_gate = {};
+  call.stages.row_gate = {};
+  if (row_gate.data) {
+    Rows product{run.take_rows(acc_dtype), dense, acc_dtype};
+    if (params.gates_y) {
+      if (params.grad_row_gate) {
+        other = {run.take_rows(acc_dtype), dense, acc_dtype};
+        run.launch([&](cudaStream_t stream) {
+          const int64_t rows = params.segments > 1 ? params.rows / params.segments : params.rows;
+          return launch_eights(is_double ? norm_of_saved_kernel<double> : norm_of_saved_kernel<float>, rows,
+                               params.hidden_size, params.segments, stream, saved, const_cast<void*>(other.data),
+                               acc_dtype);
+        });
+      }
+      multiply(grad_output, const_cast<void*>(product.data), acc_dtype);
+      grad_output = product;
+    } else {
+      multiply(x, const_cast<void*>(product.data), acc_dtype);
+      z = product;
+      grad_product = {params.wants_rows() ? run.take_rows(acc_dtype) : nullptr, dense, acc_dtype};
+      call.norm.grad_input = const_cast<void*>(grad_product.data);
+      call.stages.grad_input_dtype = acc_dtype;
+    }
+  }
+
   call.parameters.bias = nullptr;
   if (!params.weight) call.parameters.dtype = z.dtype;
   z = run.readable(z, grad_output.dtype == z.dtype && !is_double ? z.dtype : acc_dtype);
   call.norm.x_dtype = z.dtype;
   if (!params.grad_residual) call.stages.grad_residual_dtype = z.dtype;
-  if (is_per_row) return backward_per_row(call, run);
-  if (params.gate) return backward_of_gate(params, call, run);
-  backward_of_z(call, run);
+  const bool wants_gate_alone =
+      row_gate.data && params.gates_y && !params.grad_input && !params.grad_weight && !params.grad_bias;
+  if (is_per_row) {
+    backward_per_row(call, run);
+  } else if (params.gate) {
+    backward_of_gate(params, call, run);
+  } else if (!wants_gate_alone) {
+    backward_of_z(call, run);
+  }
+  if (!row_gate.data) return;
+  if (params.grad_row_gate)
+    run.launch([&](cudaStream_t stream) {
+      return launch_quads(is_double ? gate_grad_kernel<double> : gate_grad_kernel<float>, params.rows,
+                          params.hidden_size, stream, grad_product, other, row_gate, params.gate_activation,
+                          params.rows, params.hidden_size, params.grad_row_gate, params.row_gate_dtype);
+    });
+  if (params.grad_input && !params.gates_y) multiply(grad_product, params.grad_input, params.x_dtype);
 }
 
 }  // namespace

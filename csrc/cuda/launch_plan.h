@@ -106,6 +106,20 @@ struct EpilogueLadder {
 template <>
 struct EpilogueLadder<float> : LoadLadder<float> {};
 
+// With a row gate, which a thread holds in registers beside x. Empty slots cost time here too (H200, bf16, plans of
+// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76).
+template <typename scalar_t>
+struct GateLadder {
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<32, 4, 8>,
+                      RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
+                      RowPlan<256, 4, 8>, RowPlan<256, 8, 8>>;
+};
+template <>
+struct GateLadder<float> {
+  using type = Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<64, 4, 4>,
+                      RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
+};
+
 // Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
 // elements each, because the cost per row is a third of the time; 20 slots, so that one element more than a power of
 // two does not take twice the threads.
@@ -346,6 +360,25 @@ struct GateGradLadder<float> {
                       BackwardPlan<256, 2, 4, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
+// With a row gate, whose activation is a third of the instructions: eight elements a thread, for more warps, and few
+// empty slots. As two vectors of four from 2048 columns on, where threads that take turns as producer hold up the rest
+// (H200, bf16, silu: 2048 by one vector and 512 threads 0.84 of the copy, with a producer 1.00; 4096 0.76, 0.93; 8192
+// 0.71, 0.87; on an H100, whose memory is slower, all were at 0.97 or more).
+template <typename scalar_t>
+struct RowGateGradLadder {
+  using type =
+      Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 2>,
+             BackwardPlan<64, 1, 8, 6, 1>, BackwardPlan<128, 1, 8, 3, 1>, BackwardPlan<192, 1, 8, 2, 1>,
+             BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<384, 2, 4, 1, 1>, BackwardPlan<512, 2, 4, 1, 1>,
+             BackwardPlan<320, 2, 4, 1, 1, 2>, BackwardPlan<384, 2, 4, 1, 1, 2>, BackwardPlan<512, 2, 4, 1, 1, 16>>;
+};
+template <>
+struct RowGateGradLadder<float> {
+  using type = Ladder<BackwardPlan<16, 1, 4, 14, 2>, BackwardPlan<32, 1, 4, 7, 2>, BackwardPlan<32, 2, 4, 7, 2>,
+                      BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>, BackwardPlan<256, 2, 4, 2, 1>,
+                      BackwardPlan<128, 4, 4, 2, 1, 16>>;
+};
+
 // With per-row weights (norm_backward_per_row.cu): two vectors a thread and 1024 threads an SM; three or four vectors
 // lost 3 to 20%.
 template <typename scalar_t>
@@ -411,7 +444,8 @@ constexpr bool kClustersAreShared =
     clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
 static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
               kClustersAreShared<LoadGradLadder> && kClustersAreShared<EpilogueGradLadder> &&
-              kClustersAreShared<DropoutGradLadder> && kClustersAreShared<GateGradLadder>);
+              kClustersAreShared<DropoutGradLadder> && kClustersAreShared<GateGradLadder> &&
+              kClustersAreShared<RowGateGradLadder>);
 
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasProducer ? 32 : 0);
@@ -420,6 +454,12 @@ constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasProducer
 // have few columns, go to the split strategy.
 constexpr int64_t kFusedMaxRows = 1 << 30;
 constexpr int kMaxFusedSegments = 65535;  // a grid dimension
+
+// Plans that take interleaved segments: those of few columns a thread, which heads are short enough for. Others would
+// spill, or be slower without interleaved segments too (LayerNorm, bf16, 65536 x 2048: 2%).
+template <typename Plan>
+constexpr bool kMayInterleave = !Plan::kClusters && Plan::kVecs * Plan::kVec <= 16;
+constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segments
 
 // Slots of the ring. More gained nothing once rows kept their alignment in shared memory.
 template <typename Plan>

@@ -31,6 +31,10 @@ cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t 
 bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage);
 cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 
+// A gated norm; the gate is of x's dtype, and takes_gate() lists the calls. Without workspace.
+bool takes_gate(const KernelForwardParams& params);
+cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
+
 // forward_*.cu: rows that a group of threads or a cluster holds in registers. scalar_t is x's type; with a load stage,
 // z's. Stages take no workspace; takes_epilogue() lists the calls with an epilogue.
 template <typename scalar_t>
@@ -39,6 +43,9 @@ template <typename scalar_t>
 cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 template <typename scalar_t, bool drops>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream);
+
+template <typename scalar_t>
+cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
 
 // Whether forward with a stage has a plan for such rows: x consists of whole 16-byte vectors, z is not a long row, and
 // y is of x's dtype.
@@ -68,6 +75,9 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
 // kernel, or kNoKernel.
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages);  // or kNoKernel
 cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
+
+// Whether the fused strategy takes the call: the only one for interleaved segments.
+bool is_fused_backward(const KernelBackwardParams& params, const GradStages& stages);
 
 // norm_backward.cu: reduces the `partials` partial sums at params.workspace, each of `sums` rows: grad_weight,
 // grad_bias and, with a gate, grad_gate.

@@ -309,8 +309,8 @@ __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
 
 // ---- finalize ------------------------------------------------------------------------------------------------------
 
-// Reduces the `partials` partial sums [grad_weight, grad_bias, with a gate grad_gate] of a segment: each of kRows
-// threads takes every kRows-th partial sum, in the order of blocks.
+// Reduces the `partials` partial sums [grad_weight, grad_bias, with a gate grad_gate] of a segment, which are adjacent
+// or interleaved as the segments: each of kRows threads takes every kRows-th partial sum, in the order of blocks.
 template <typename acc_t, int kRows>
 __global__ void __launch_bounds__(kFinalizeColumns* kRows)
     norm_backward_finalize_kernel(const __grid_constant__ KernelBackwardParams params, int partials) {
@@ -325,11 +325,11 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x;
   acc_t sum = 0;
   if (column < params.hidden_size) {
-    const int64_t before = static_cast<int64_t>(blockIdx.z) * partials * sums + which;
+    const int64_t before = static_cast<int64_t>(blockIdx.z) * (params.interleaves ? 1 : partials) * sums + which;
+    const int64_t distance = (params.interleaves ? gridDim.z : 1) * sums * params.hidden_size;
     const acc_t* partial = static_cast<const acc_t*>(params.workspace) + before * params.hidden_size + column;
 #pragma unroll 4
-    for (int index = threadIdx.y; index < partials; index += kRows)
-      sum += partial[static_cast<int64_t>(index) * sums * params.hidden_size];
+    for (int index = threadIdx.y; index < partials; index += kRows) sum += partial[index * distance];
   }
   scratch[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -419,7 +419,7 @@ int fused_partials(const KernelBackwardParams& params, const GradStages& stages)
 
 // Only the fused strategy takes segments of rows; for the others each segment is a separate problem.
 bool goes_by_segments(const KernelBackwardParams& params, const GradStages& stages) {
-  return params.segments > 1 && (is_huge_backward(params) || fused_partials(params, stages) == 0);
+  return params.segments > 1 && !is_fused_backward(params, stages);
 }
 
 bool wants_columns(const KernelBackwardParams& params) {
@@ -460,6 +460,10 @@ cudaError_t launch_many_rows(const KernelBackwardParams& params, cudaStream_t st
 cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream) {
   return params.x_dtype == DType::kFloat64 ? finalize_weight_gradients<double>(params, partials, sums, stream)
                                            : finalize_weight_gradients<float>(params, partials, sums, stream);
+}
+
+bool is_fused_backward(const KernelBackwardParams& params, const GradStages& stages) {
+  return !is_huge_backward(params) && fused_partials(params, stages) > 0;
 }
 
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages) {

@@ -25,8 +25,9 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     }
     return cudaSuccess;
   }
-  // The streaming kernel keeps one weight for all rows. With per-row weights, clusters hold a row in registers
-  const bool is_per_row = params.segments > 1 && params.segments == params.rows;
+  // The streaming kernel keeps one weight for all rows. Where the next row has another, clusters hold a row in
+  // registers; their last plan takes rows of any length
+  const bool is_per_row = params.segments > 1 && (params.segments == params.rows || params.interleaves);
   const bool is_long = is_long_row(params.x_dtype, params.hidden_size) && !is_per_row;
   if (params.segments > 1 && (is_huge_forward(params) || is_long)) {
     for (int segment = 0; segment < params.segments; ++segment) {
@@ -42,6 +43,18 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
   }
   return dispatch_type(params.x_dtype,
                        [&](auto types) { return launch_rows<typename decltype(types)::scalar_t>(params, stream); });
+}
+
+bool takes_gate(const KernelForwardParams& params) {
+  return has_fused_plan(params, params.x_dtype) && params.x_dtype != DType::kFloat64;
+}
+
+cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream) {
+  switch (params.x_dtype) {
+    case DType::kFloat16: return launch_gate<__half>(params, gate, stream);
+    case DType::kBFloat16: return launch_gate<__nv_bfloat16>(params, gate, stream);
+    default: return launch_gate<float>(params, gate, stream);
+  }
 }
 
 bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage) {

@@ -438,7 +438,7 @@ cudaError_t plan_backward(const KernelBackwardParams& params, F&& f) {
 }  // namespace
 
 bool is_huge_forward(const KernelForwardParams& params) {
-  return params.hidden_size > huge_forward_columns(params.x_dtype, params.weight_dtype);
+  return params.hidden_size > huge_forward_columns(params.x_dtype, params.weight_dtype) && !params.interleaves;
 }
 
 int64_t forward_huge_workspace(const KernelForwardParams& params) {

@@ -23,7 +23,7 @@ template <typename Plan>
 constexpr bool kHasRoom = Plan::kOneBehind && Plan::kVecs * Plan::kVec <= 16;
 
 // The straight-line code of a fused kernel for one kind of call; chosen by one uniform branch a block.
-enum class Path { kPlain, kLoad, kFromY, kGate, kEpilogue };
+enum class Path { kPlain, kLoad, kFromY, kGate, kEpilogue, kRowGateOfX, kRowGateOfY };
 
 // Compile-time properties of a path. grad: the type of grad_output, grad_input, gate and forward's x: scalar_t, or a
 // 16-bit type beside fp32 z.
@@ -34,9 +34,13 @@ struct Work {
   static constexpr bool kFromY = path == Path::kFromY;
   static constexpr bool kHasGate = path == Path::kGate;
   static constexpr bool kHasEpilogue = path == Path::kEpilogue;
-  static constexpr bool kAlwaysAdds = path == Path::kLoad || path == Path::kGate;
+  static constexpr bool kGatesY = path == Path::kRowGateOfY;
+  static constexpr bool kHasRowGate = path == Path::kRowGateOfX || kGatesY;
+  // A third tensor of rows and a second result: grad_residual_out and grad_residual, or a row gate and its gradient,
+  // which fused_arguments() puts in their place
+  static constexpr bool kAlwaysAdds = path == Path::kLoad || path == Path::kGate || kHasRowGate;
   static constexpr bool kMayAdd = kAlwaysAdds || kHasEpilogue;  // a load stage; with an epilogue a run-time value
-  static constexpr bool kNeedsBias = kFromY || kHasEpilogue;
+  static constexpr bool kNeedsBias = kFromY || kHasEpilogue;    // in registers
   static constexpr int kTensors = kHasGate  ? 4
                                   : kMayAdd ? 3
                                             : 2;  // at most: x, grad_output, grad_residual_out, gate's x
@@ -63,7 +67,7 @@ struct Slice {
   int segment;              // of the rows, where they have several
   int64_t first_parameter;  // where weight and bias of these columns begin
 
-  // Slices are multiples of `set` vectors, so that narrower tensors also consist of whole 16-byte vectors.
+  // Slices are multiples of `set` vectors, so that narrower tensors, and vectors of 8 bytes, make whole 16 bytes.
   template <typename Plan>
   __device__ static Slice of(const KernelBackwardParams& params, int set) {
     Slice slice;
@@ -80,7 +84,7 @@ struct Slice {
     slice.end_row = static_cast<int>(params.rows);
     slice.segment = 0;
     slice.first_parameter = slice.first_col;
-    if (params.segments > 1) {
+    if (params.segments > 1 && !params.interleaves) {
       const int clusters_each = clusters / params.segments;
       const int rows_each = static_cast<int>(params.rows) / params.segments;
       slice.segment = cluster / clusters_each;
@@ -90,6 +94,15 @@ struct Slice {
       slice.first_parameter += slice.segment * params.weight_stride;
     }
     return slice;
+  }
+
+  // Where weight and bias begin for the `group`-th row of the block, and for all rows that follow it: row_step is a
+  // multiple of interleaved segments.
+  template <typename Plan>
+  __device__ int64_t parameters_of(const KernelBackwardParams& params, int group) const {
+    if (!kMayInterleave<Plan> || !params.interleaves) return first_parameter;
+    return first_parameter +
+           static_cast<unsigned>(first_row + group) % static_cast<unsigned>(params.segments) * params.weight_stride;
   }
 };
 

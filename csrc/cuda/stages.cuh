@@ -31,12 +31,20 @@ struct WithLoad : LoadStage {};
 template <typename x, bool drops>
 struct WithEpilogue : Epilogue {};
 
+// A gated norm's gate. Without gates_y the type of the kernel's row is that of z, fp32.
+template <typename x, bool gates_y>
+struct WithGate : RowGate {};
+
 template <typename Stage, typename scalar_t>
 struct TypeOfX {
   using type = scalar_t;
 };
 template <typename x, typename scalar_t>
 struct TypeOfX<WithLoad<x>, scalar_t> {
+  using type = x;
+};
+template <typename x, bool gates_y, typename scalar_t>
+struct TypeOfX<WithGate<x, gates_y>, scalar_t> {
   using type = x;
 };
 template <typename Stage, typename scalar_t>
@@ -47,6 +55,12 @@ template <typename Stage>
 constexpr bool kHasLoad = std::is_base_of<LoadStage, Stage>::value;
 template <typename Stage>
 constexpr bool kHasEpilogue = std::is_base_of<Epilogue, Stage>::value;
+template <typename Stage>
+constexpr bool kHasGate = std::is_base_of<RowGate, Stage>::value;
+template <typename Stage>
+constexpr bool kGatesY = false;
+template <typename x>
+constexpr bool kGatesY<WithGate<x, true>> = true;
 template <typename Stage>
 constexpr bool kDropsY = false;
 template <typename x>

@@ -341,10 +341,12 @@ void record(const NormCall& call, NormResults& results, bool z_is_y, bool accumu
     torch::autograd::create_gradient_edge(results.z, owner);
 
   const Tensor& z = z_is_y ? results.y : has_load_stage ? results.z : call.x;
-  const bool reads_bias = z_is_y || call.activation != 0;
+  const bool is_gated = call.is_gated();
+  // per_head: without a weight, its gradient's shape is told by the bias alone
+  const bool reads_bias = z_is_y || call.per_head || (is_gated ? call.gates_y : call.activation != 0);
   const Tensor none;
   const std::array<const Tensor*, NormNode::kSaved> tensors{
-      &z,          &results.stats, call.gate.defined() ? &call.x : &none,
+      &z,          &results.stats, call.gate.defined() && !is_gated ? &call.x : &none,
       &call.gate,  &call.weight,   reads_bias ? &call.bias : &none,
       &call.philox};
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -375,9 +377,10 @@ class Profiled {
  public:
   explicit Profiled(const NormCall& call) {
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION)) {
-      const char* name = call.has_load_stage() ? call.is_rms_norm ? "fused_add_rms_norm" : "fused_add_layer_norm"
-                         : call.is_rms_norm    ? "fused_rms_norm"
-                                               : "fused_layer_norm";
+      const char* name = call.is_gated()         ? call.is_rms_norm ? "fused_gated_rms_norm" : "fused_gated_layer_norm"
+                         : call.has_load_stage() ? call.is_rms_norm ? "fused_add_rms_norm" : "fused_add_layer_norm"
+                         : call.is_rms_norm      ? "fused_rms_norm"
+                                                 : "fused_layer_norm";
       range_.emplace(std::move(*callbacks));
       range_->before(name, static_cast<int64_t>(at::sequence_number::peek()));  // the node's: profilers match the two
     }

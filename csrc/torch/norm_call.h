@@ -25,12 +25,14 @@ struct NormOptions {
   double weight_offset = 0;
   bool is_rms_norm = false;
   bool stats_grad = true;   // false: mean and rstd are constants in backward
-  int64_t activation = 0;   // an Activation of norm_params.h
+  int64_t activation = 0;   // an Activation of norm_params.h: of y, or of the gate of a gated norm
   double dropout_p = 0;     // ignored without philox
   bool drops_y = false;     // dropout applies to y, not to x
   OptionalDtype out_dtype;  // of y; none: x's
   // Of z, x's or fp32. None: residual's in forward; without a residual there is no load stage, and z is x.
   OptionalDtype residual_dtype;
+  bool gates_y = false;   // a gated norm's gate multiplies y, not x
+  bool per_head = false;  // the leading dimensions of weight and bias are x's last ones before the normalized
 
   template <class Self, class Function>
   static void for_each_option(Self& self, Function&& function) {
@@ -44,13 +46,17 @@ struct NormOptions {
     function("drops_y", self.drops_y);
     function("out_dtype", self.out_dtype);
     function("residual_dtype", self.residual_dtype);
+    function("gates_y", self.gates_y);
+    function("per_head", self.per_head);
   }
 };
 
 // weight, bias and gate have one shape: x's last normalized_ndim dimensions, and in front of these
 //   - nothing: all rows share the values;
 //   - x's leading dimensions, with 1 for the last of them along which values are shared;
-//   - or x's first dimension alone.
+//   - or x's first dimension alone;
+//   - or, per_head, x's last ones, without a gate of that shape.
+// Without a load stage a gate makes a gated norm: it has x's shape, and any dtype.
 struct NormCall : NormOptions {
   at::Tensor x, residual, gate, weight, bias;
   at::Tensor philox;  // int64 [2] on x's device: the seed and offset of philox.h
@@ -67,6 +73,7 @@ struct NormCall : NormOptions {
   }
 
   bool has_load_stage() const { return residual_dtype || residual.defined(); }
+  bool is_gated() const { return gate.defined() && !has_load_stage(); }
   at::ScalarType z_dtype() const { return residual_dtype.value_or((residual.defined() ? residual : x).scalar_type()); }
 };
 
@@ -85,14 +92,16 @@ struct NormBackwardCall : NormOptions {
   at::Tensor grad_residual_out;  // of z as it was returned; undefined: 0
   at::Tensor z;                  // forward's z, or x without a load stage; forward's y with z_is_y
   at::Tensor stats;              // forward's; [1 or 3, *any shape of the rows]
-  at::Tensor x, gate;            // forward's; undefined without a gate
-  at::Tensor weight, bias;       // forward's; bias is needed with an activation or z_is_y only
+  at::Tensor x, gate;            // forward's; undefined without a gate; x also in a gated norm, where it is z
+  at::Tensor weight, bias;       // forward's; bias is needed with an activation, z_is_y or gates_y only
   at::Tensor philox;
   bool z_is_y = false;
   at::ScalarType x_dtype = at::kFloat;
   bool wants_x = false;
   bool wants_gate = false;
   OptionalDtype grad_residual_dtype, grad_weight_dtype, grad_bias_dtype;  // none: not wanted
+
+  bool is_gated() const { return gate.defined() && !residual_dtype; }
 
   // In eager mode only: contiguous fp32 tensors that the gradients of weight and bias are added to.
   at::Tensor weight_sum, bias_sum;
@@ -143,6 +152,7 @@ void check_normalized_ndim(int64_t normalized_ndim, const at::Tensor& x);
 
 // The segments (equal parts of x's rows, each with values of its own) of a weight, bias or gate of this shape: 1 if all
 // rows share it, none if it has none of the shapes above.
-std::optional<int64_t> segments_of(const at::Tensor& parameter, const at::Tensor& x, int64_t normalized_ndim);
+std::optional<int64_t> segments_of(const at::Tensor& parameter, const at::Tensor& x, int64_t normalized_ndim,
+                                   bool per_head = false);
 
 }  // namespace fused_layernorm

@@ -16,14 +16,19 @@ using at::Tensor;
 
 at::ScalarType accumulation_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
-std::optional<int64_t> segments_of(const Tensor& parameter, const Tensor& x, int64_t normalized_ndim) {
+std::optional<int64_t> segments_of(const Tensor& parameter, const Tensor& x, int64_t normalized_ndim, bool per_head) {
   const int64_t leading = x.dim() - normalized_ndim;
   const int64_t own = parameter.dim() - normalized_ndim;  // leading dimensions
   if (own < 0 || parameter.sizes().slice(own) != x.sizes().slice(leading)) return std::nullopt;
+  int64_t segments = 1;
+  if (per_head) {
+    if (own > leading || parameter.sizes() != x.sizes().slice(leading - own)) return std::nullopt;
+    for (int64_t dim = 0; dim < own; ++dim) segments *= parameter.size(dim);
+    return segments;
+  }
   if (own != 0 && own != leading && !(own == 1 && parameter.size(0) == x.size(0))) return std::nullopt;
   int64_t split = own;  // along the dimensions behind it, values are shared
   while (own == leading && split > 0 && parameter.size(split - 1) == 1) --split;
-  int64_t segments = 1;
   for (int64_t dim = 0; dim < split; ++dim) {
     if (parameter.size(dim) != x.size(dim)) return std::nullopt;
     segments *= x.size(dim);
@@ -93,8 +98,9 @@ void check_beside_x(const char* name, const Tensor& tensor, const Tensor& x) {
 }
 
 // Checks weight or bias. Returns the number of its segments.
-int64_t check_parameter(const char* name, const Tensor& parameter, const Tensor& x, int64_t normalized_ndim) {
-  const std::optional<int64_t> segments = segments_of(parameter, x, normalized_ndim);
+int64_t check_parameter(const char* name, const Tensor& parameter, const Tensor& x, const NormOptions& options) {
+  const int64_t normalized_ndim = options.normalized_ndim;
+  const std::optional<int64_t> segments = segments_of(parameter, x, normalized_ndim, options.per_head);
   TORCH_CHECK(segments, std::string(name) + " must have the shape of normalized_shape, [" +
                             text(x.sizes().slice(x.dim() - normalized_ndim)) + "], got [" + text(parameter.sizes()) +
                             "]");
@@ -110,8 +116,21 @@ void check_gradient(const char* name, const Tensor& gradient, const Tensor& z) {
   check_dense(name, gradient);
 }
 
-void check_stages(const NormOptions& options, const Tensor& philox, int64_t segments, int64_t rows, at::Device device) {
-  TORCH_CHECK(options.activation >= 0 && options.activation <= static_cast<int64_t>(Activation::kSilu),
+// The gate of a gated norm, and what goes with it.
+void check_row_gate(const NormOptions& options, const Tensor& gate, const Tensor& x, const Tensor& philox) {
+  TORCH_CHECK(gate.sizes() == x.sizes(),
+              "gate must have x's shape, [" + text(x.sizes()) + "], got [" + text(gate.sizes()) + "]");
+  TORCH_CHECK(gate.device() == x.device(),
+              "gate must be on x's device, " + x.device().str() + ", got " + gate.device().str());
+  check_supported("gate", gate.scalar_type());
+  check_dense("gate", gate);
+  TORCH_CHECK(!philox.defined() && options.stats_grad, "a gated norm goes without dropout, and with stats_grad");
+}
+
+void check_stages(const NormOptions& options, const Tensor& philox, int64_t segments, int64_t rows, at::Device device,
+                  bool is_gated) {
+  const Activation last = is_gated ? Activation::kSigmoid : Activation::kSilu;
+  TORCH_CHECK(options.activation >= 0 && options.activation <= static_cast<int64_t>(last),
               "activation must be the number of one of those there are, got " + std::to_string(options.activation));
   TORCH_CHECK_VALUE(options.dropout_p >= 0 && options.dropout_p <= 1,
                     "dropout_p must be from 0 to 1, got " + std::to_string(options.dropout_p));
@@ -119,7 +138,7 @@ void check_stages(const NormOptions& options, const Tensor& philox, int64_t segm
                                     philox.is_contiguous() && philox.device() == device),
               "philox must hold two int64 on x's device");
   TORCH_CHECK(
-      segments <= 1 || (rows < (int64_t{1} << 31) && !philox.defined() && options.activation == 0),
+      segments <= 1 || (rows < (int64_t{1} << 31) && !philox.defined() && (is_gated || options.activation == 0)),
       "a weight for each of several segments goes with fewer than 2**31 rows, no dropout and no activation, got " +
           std::to_string(segments) + " segments of " + std::to_string(rows) + " rows");
 }
@@ -276,13 +295,15 @@ void point_to_stats(Params& params, const Tensor& stats) {
 }
 
 // The options of both directions.
-void set_stages(NormStages& stages, const NormOptions& options, const Tensor& philox, int64_t segments) {
+void set_stages(NormStages& stages, const NormOptions& options, const Tensor& philox, int64_t segments, bool is_gated) {
   const bool drops = philox.defined() && options.dropout_p > 0;
   stages.dropout = {drops ? philox.const_data_ptr<int64_t>() : nullptr, most_dropped(options.dropout_p),
                     dropout_scale(options.dropout_p)};
   stages.drops_y = options.drops_y;
-  stages.activation = static_cast<Activation>(options.activation);
+  (is_gated ? stages.gate_activation : stages.activation) = static_cast<Activation>(options.activation);
+  stages.gates_y = is_gated && options.gates_y;
   stages.segments = static_cast<int>(segments);
+  stages.interleaves = options.per_head && segments > 1;
   stages.weight_offset = options.weight_offset;
   stages.is_rms_norm = options.is_rms_norm;
 }
@@ -357,9 +378,9 @@ int64_t check_forward(const NormCall& call) {
   check_x(x);
   check_normalized_ndim(normalized_ndim, x);
   int64_t segments = 0;
-  if (call.weight.defined()) segments = check_parameter("weight", call.weight, x, normalized_ndim);
+  if (call.weight.defined()) segments = check_parameter("weight", call.weight, x, call);
   if (call.bias.defined()) {
-    const int64_t of_bias = check_parameter("bias", call.bias, x, normalized_ndim);
+    const int64_t of_bias = check_parameter("bias", call.bias, x, call);
     TORCH_CHECK(!call.weight.defined() || call.bias.sizes() == call.weight.sizes(),
                 "bias must have the shape of weight, [" + text(call.weight.sizes()) + "], got [" +
                     text(call.bias.sizes()) + "]");
@@ -377,9 +398,12 @@ int64_t check_forward(const NormCall& call) {
   }
   TORCH_CHECK_TYPE(z_dtype == x_dtype || (z_dtype == at::kFloat && x_dtype != at::kDouble),
                    "residual_dtype must be x's dtype, " + dtypes_beside(x_dtype) + ", got " + name_of(z_dtype));
-  TORCH_CHECK(call.has_load_stage() || (!call.gate.defined() && (!call.philox.defined() || call.drops_y)),
-              "gate and dropout of x need a residual, or residual_dtype, the dtype of z");
-  if (call.gate.defined()) {
+  TORCH_CHECK(call.has_load_stage() || !call.philox.defined() || call.drops_y,
+              "dropout of x needs a residual, or residual_dtype, the dtype of z");
+  if (call.is_gated()) {
+    check_row_gate(call, call.gate, x, call.philox);
+  } else if (call.gate.defined()) {
+    TORCH_CHECK(!call.per_head, "a gate of x goes with no weight for each head");
     const auto gates = segments_of(call.gate, x, normalized_ndim);
     TORCH_CHECK(gates && (*gates == segments || (!call.weight.defined() && !call.bias.defined())) &&
                     call.gate.scalar_type() == x_dtype && call.gate.device() == x.device() && !call.philox.defined(),
@@ -390,7 +414,7 @@ int64_t check_forward(const NormCall& call) {
   const Extent extent = extent_of(x, normalized_ndim);
   TORCH_CHECK(extent.hidden_size < (int64_t{1} << 31), "normalized_shape must hold fewer than 2**31 elements, got [" +
                                                            text(x.sizes().slice(x.dim() - normalized_ndim)) + "]");
-  check_stages(call, call.philox, segments, extent.rows, x.device());
+  check_stages(call, call.philox, segments, extent.rows, x.device(), call.is_gated());
   return segments;
 }
 
@@ -417,7 +441,7 @@ NormResults norm_forward(const NormCall& call, bool save_stats) {
   if (results.y.numel() == 0) return results;
 
   NormForwardParams params{};
-  set_stages(params, call, call.philox, segments);
+  set_stages(params, call, call.philox, segments, call.is_gated());
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
   params.eps = call.eps;
@@ -432,7 +456,9 @@ NormResults norm_forward(const NormCall& call, bool save_stats) {
   params.x_dtype = dtype_of(x_dtype);
   const OptionalRows residual(call.residual, normalized_ndim, extent);
   residual.point(params.residual, params.residual_strides, params.residual_dtype);
-  const Parameter gate(call.gate, x_dtype, segments, normalized_ndim);
+  const OptionalRows row_gate(call.is_gated() ? call.gate : Tensor(), normalized_ndim, extent);
+  row_gate.point(params.row_gate, params.row_gate_strides, params.row_gate_dtype);
+  const Parameter gate(call.is_gated() ? Tensor() : call.gate, x_dtype, segments, normalized_ndim);
   params.gate = gate.data();
   params.gate_stride = gate.stride;
   const Affine affine(call.weight, call.bias, x, x_dtype, segments, normalized_ndim);
@@ -457,10 +483,11 @@ int64_t check_backward(const NormBackwardCall& call, const Extent& extent) {
                   call.stats.scalar_type() == accumulation_type(z.scalar_type()),
               "stats must be what norm_forward returned for this z");
   int64_t segments = 0;
+  const bool is_gated = call.is_gated();
   for (const Tensor* parameter : {&call.weight, &call.bias, &call.gate}) {
-    if (!parameter->defined()) continue;
+    if (!parameter->defined() || (is_gated && parameter == &call.gate)) continue;
     const char* name = parameter == &call.weight ? "weight" : parameter == &call.bias ? "bias" : "gate";
-    const auto found = segments_of(*parameter, z, call.normalized_ndim);
+    const auto found = segments_of(*parameter, z, call.normalized_ndim, call.per_head);
     const at::ScalarType dtype = parameter->scalar_type();
     TORCH_CHECK(
         found && (segments == 0 || segments == *found) && parameter->device() == z.device() &&
@@ -469,14 +496,16 @@ int64_t check_backward(const NormBackwardCall& call, const Extent& extent) {
     check_dense(name, *parameter);
     segments = *found;
   }
-  check_stages(call, call.philox, segments, extent.rows, z.device());
-  TORCH_CHECK(!call.z_is_y || (!has_load_stage && !call.philox.defined() && call.activation == 0 && segments <= 1 &&
-                               call.stats_grad),
+  if (is_gated) check_row_gate(call, call.gate, z, call.philox);
+  check_stages(call, call.philox, segments, extent.rows, z.device(), is_gated);
+  TORCH_CHECK(!call.z_is_y || (!has_load_stage && !is_gated && !call.philox.defined() && call.activation == 0 &&
+                               segments <= 1 && call.stats_grad),
               "z_is_y goes with the plain norm");
-  TORCH_CHECK(has_load_stage || (!call.grad_residual_out.defined() && !call.gate.defined() &&
-                                 !call.grad_residual_dtype && (!call.philox.defined() || call.drops_y)),
-              "grad_residual_out, gate, grad_residual_dtype and dropout of x need residual_dtype");
-  TORCH_CHECK(call.gate.defined() == call.x.defined(), "gate and x are given together");
+  TORCH_CHECK(has_load_stage || (!call.grad_residual_out.defined() && !call.grad_residual_dtype &&
+                                 (!call.philox.defined() || call.drops_y)),
+              "grad_residual_out, grad_residual_dtype and dropout of x need residual_dtype");
+  TORCH_CHECK((call.gate.defined() && !is_gated) == call.x.defined(), "a gate of x and x are given together");
+  TORCH_CHECK(!call.per_head || is_gated || !call.gate.defined(), "a gate of x goes with no weight for each head");
   if (call.x.defined()) {
     TORCH_CHECK(call.x.sizes() == z.sizes() && call.x.device() == z.device() && call.x.scalar_type() == call.x_dtype,
                 "x must be forward's, got [" + text(call.x.sizes()) + "] of " + name_of(call.x.scalar_type()));
@@ -506,7 +535,7 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   const at::IntArrayRef columns = z.sizes().slice(z.dim() - normalized_ndim);
   const at::IntArrayRef bias_shape = call.bias.defined()     ? call.bias.sizes()
                                      : call.weight.defined() ? call.weight.sizes()
-                                     : call.gate.defined()   ? call.gate.sizes()
+                                     : call.x.defined()      ? call.gate.sizes()
                                                              : columns;
 
   const DeviceScope scope(z);
@@ -521,7 +550,8 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   if (call.wants_gate && call.gate.defined()) gradients.gate = column_sums(call.gate.sizes(), call.gate.scalar_type());
   if (call.grad_weight_dtype && !call.weight_sum.defined())
     gradients.weight = column_sums(call.weight.sizes(), *call.grad_weight_dtype);
-  const bool is_bias_per_row = segments == extent.rows && segments > 1 && call.grad_bias_dtype;
+  const bool is_gated = call.is_gated();
+  const bool is_bias_per_row = segments == extent.rows && segments > 1 && call.grad_bias_dtype && !call.per_head;
   if (is_bias_per_row) {  // the gradient of y: a copy, as the caller holds that one
     gradients.bias = empty(bias_shape, *call.grad_bias_dtype, z);
     gradients.bias.view(z.sizes()).copy_(call.grad_output);
@@ -531,7 +561,7 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   if (is_empty) return gradients;
 
   NormBackwardParams params{};
-  set_stages(params, call, call.philox, segments);
+  set_stages(params, call, call.philox, segments, is_gated);
   const auto target = [](const Tensor& gradient, void*& data, DType& dtype) {
     if (!gradient.defined()) return;
     data = gradient.mutable_data_ptr();
@@ -540,7 +570,11 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   params.x_dtype = params.residual_dtype = dtype_of(call.x_dtype);
   target(gradients.x, params.grad_input, params.x_dtype);
   if (!is_shared) target(gradients.residual, params.grad_residual, params.residual_dtype);
-  target(gradients.gate, params.grad_gate, params.grad_gate_dtype);
+  if (is_gated) {
+    target(gradients.gate, params.grad_row_gate, params.row_gate_dtype);
+  } else {
+    target(gradients.gate, params.grad_gate, params.grad_gate_dtype);
+  }
   target(call.weight_sum.defined() ? call.weight_sum : gradients.weight, params.grad_weight, params.grad_weight_dtype);
   if (!is_bias_per_row)
     target(call.bias_sum.defined() ? call.bias_sum : gradients.bias, params.grad_bias, params.grad_bias_dtype);
@@ -572,10 +606,12 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   grad_residual_out.point(params.grad_residual_out, params.grad_residual_out_strides, params.grad_residual_out_dtype);
   const OptionalRows x(call.x, normalized_ndim, extent);
   x.point(params.x, params.x_strides, params.x_dtype);
-  const Parameter gate(call.gate, call.x_dtype, segments, normalized_ndim);
+  const OptionalRows row_gate(is_gated ? call.gate : Tensor(), normalized_ndim, extent);
+  row_gate.point(params.row_gate, params.row_gate_strides, params.row_gate_dtype);
+  const Parameter gate(is_gated ? Tensor() : call.gate, call.x_dtype, segments, normalized_ndim);
   params.gate = gate.data();
   params.gate_stride = gate.stride;
-  const bool reads_bias = call.z_is_y || call.activation != 0;
+  const bool reads_bias = call.z_is_y || params.gates_y || (!is_gated && call.activation != 0);
   const Affine affine(call.weight, reads_bias ? call.bias : Tensor(), z, call.x_dtype, segments, normalized_ndim);
   affine.point(params);
   launch(params, z);
@@ -585,7 +621,7 @@ NormGradients norm_backward(const NormBackwardCall& call) {
 Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {
   NormOptions options;
   options.dropout_p = dropout_p;
-  check_stages(options, philox, 1, rows, philox.device());
+  check_stages(options, philox, 1, rows, philox.device(), /*is_gated=*/false);
   TORCH_CHECK(rows >= 0 && hidden_size >= 0, "a mask needs sizes of 0 or more");
   const DeviceScope scope(philox);
   if (dropout_p == 0) return ones({rows, hidden_size}, at::kBool, philox);

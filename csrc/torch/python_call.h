@@ -111,6 +111,7 @@ struct PythonCall {
   Rounding rounding;
   bool adds = false;          // returns (y, residual_out); dropout is of x
   bool is_modulated = false;  // weight and bias may have leading dimensions of x
+  bool is_gated = false;      // gate and activation are those of a gated norm
   bool training = true, memory_efficient = false, accumulate_grad = false, return_dropout_mask = false;
 
   template <class Function>
@@ -131,6 +132,8 @@ struct PythonCall {
     function("residual_dtype", norm.residual_dtype);
     function("return_dropout_mask", return_dropout_mask);
     function("is_modulated", is_modulated);
+    function("is_gated", is_gated);
+    function("gates_y", norm.gates_y);
   }
 
   bool read_from(PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
@@ -153,7 +156,8 @@ struct PythonCall {
     } else {
       return false;
     }
-    if (!adds && (norm.residual.defined() || norm.gate.defined() || norm.residual_dtype)) return false;
+    if (!adds && (norm.residual.defined() || norm.residual_dtype)) return false;
+    if (!adds && norm.gate.defined() != is_gated) return false;
     const Tensor& given = weight.defined() ? weight : bias;
     if (x.dim() == 0 || (!normalized_shape.is_given && !given.defined())) return false;
     const at::IntArrayRef shape = normalized_shape.is_given ? at::IntArrayRef(normalized_shape.sizes)
@@ -162,19 +166,24 @@ struct PythonCall {
     norm.normalized_ndim = static_cast<int64_t>(shape.size());
     if (shape.empty() || x.dim() < norm.normalized_ndim || x.sizes().slice(x.dim() - norm.normalized_ndim) != shape)
       return false;
+    norm.per_head = !is_modulated && given.defined() && given.dim() > norm.normalized_ndim;
     for (const Tensor* parameter : std::initializer_list<const Tensor*>{&weight, &bias, &norm.gate}) {
-      if (!parameter->defined()) continue;
-      if (is_modulated ? parameter->sizes() != given.sizes() || !segments_of(*parameter, x, norm.normalized_ndim)
-                       : parameter->sizes() != shape)
+      if (!parameter->defined() || (is_gated && parameter == &norm.gate)) continue;
+      if (is_modulated || norm.per_head
+              ? parameter->sizes() != given.sizes() || !segments_of(*parameter, x, norm.normalized_ndim, norm.per_head)
+              : parameter->sizes() != shape)
         return false;
     }
+    if (is_gated && norm.gate.sizes() != x.sizes()) return false;
+    if (norm.per_head && (accumulate_grad || norm.dropout_p > 0 || (activation.number != 0 && !is_gated))) return false;
+    if (!is_gated && activation.number == static_cast<int64_t>(Activation::kSigmoid)) return false;
     if (is_modulated && (!weight.defined() || !has_modulation_dtypes(dtype))) return false;
     norm.activation = activation.number;
     norm.drops_y = !adds;
     if (!training) norm.dropout_p = 0;
     if (adds && !norm.residual.defined() && !norm.residual_dtype) norm.residual_dtype = dtype;
     if (memory_efficient) {
-      if (adds || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
+      if (adds || is_gated || norm.per_head || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
           norm.out_dtype.value_or(dtype) != dtype)
         return false;
     }

@@ -13,9 +13,10 @@ import fused_layernorm  # noqa: E402
 from fused_layernorm import compat  # noqa: E402
 
 FUNCTIONS = ["fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
-             "fused_adaptive_layer_norm", "fused_adaptive_rms_norm"]  # fmt: skip
+             "fused_adaptive_layer_norm", "fused_adaptive_rms_norm", "fused_gated_rms_norm",
+             "fused_gated_layer_norm"]  # fmt: skip
 MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm", "FusedAdaptiveLayerNorm",
-           "FusedAdaptiveRMSNorm"]  # fmt: skip
+           "FusedAdaptiveRMSNorm", "FusedGatedRMSNorm", "FusedGatedLayerNorm"]  # fmt: skip
 MODELS = ["replace_norms", "restore_norms", "ReplaceReport", "profile", "ProfileReport"]
 BUILD = ["backend", "build", "include_dir"]
 SECTION = re.compile(r"^(Args|Returns|Raises|Example):\n", re.MULTILINE)
@@ -66,7 +67,8 @@ def elsewhere(thing, name: str) -> str:
         base = next(cls for cls in thing.__mro__ if cls.__module__.startswith("torch"))
         is_torchs = name in inspect.signature(base).parameters
         return f"as in `torch.nn.{base.__name__}`" if is_torchs else "as in the function"
-    for function in ("fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_adaptive_layer_norm"):
+    others = ("fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_adaptive_layer_norm")
+    for function in ("fused_gated_rms_norm", *others) if "gated" in thing.__name__ else others:
         if name in told_by(getattr(fused_layernorm, function)):
             return f"as in [`{function}`](#{function})"
     raise SystemExit(f"{thing.__name__}: {name} is described nowhere")

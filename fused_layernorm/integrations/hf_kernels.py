@@ -1,4 +1,4 @@
-"""Our RMSNorm for the `kernels` package of Hugging Face, without the Hub.
+"""Our norms for the `kernels` package of Hugging Face, without the Hub.
 
     from kernels import Mode, kernelize, use_kernel_mapping
     from fused_layernorm.integrations.hf_kernels import KERNEL_MAPPING
@@ -19,7 +19,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor, nn
 
-from ..replace import formula_of, fused_forward, takes_fused, why_not
+from ..replace import _LAYER_NORM, formula_of, fused_forward, takes_fused, why_not
 
 
 class RMSNorm(nn.Module):
@@ -33,15 +33,33 @@ class RMSNorm(nn.Module):
     has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        formula = _formula_of(type(self))  # of the class: torch 2.11 takes no module for a constant
-        if formula is None or why_not(self, formula) or not takes_fused(self, formula, hidden_states):
-            return type(self).forward(self, hidden_states)
-        return fused_forward(self, formula, hidden_states)
+        return _forward(self, hidden_states)
+
+
+class LayerNorm(RMSNorm):
+    """The same for torch.nn.LayerNorm under the name that the documentation of `kernels` gives it."""
+
+
+class RMSNormGated(nn.Module):
+    """The same for norms with a gate, such as Qwen3-Next's."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return _forward(self, hidden_states, gate)
+
+
+def _forward(module: nn.Module, x: Tensor, *gate: Tensor | None) -> Tensor:
+    formula = _formula_of(type(module))  # of the class: torch 2.11 takes no module for a constant
+    if formula is None or why_not(module, formula) or not takes_fused(module, formula, x, *gate):
+        return type(module).forward(module, x, *gate)
+    return fused_forward(module, formula, x, *gate)
 
 
 @torch.compiler.assume_constant_result
 def _formula_of(cls: type[nn.Module]):
-    return formula_of(cls)
+    return _LAYER_NORM if cls is nn.LayerNorm else formula_of(cls)
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,13 @@ def _warn_of_versions() -> None:
 
 _warn_of_versions()
 
-# Not by mode: the layer serves them all.
+_LAYERS = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+    "RMSNormGated": RMSNormGated,
+    "RMSNormZeroCentered": RMSNorm,
+}
+# Not by mode: the layers serve them all.
 KERNEL_MAPPING = {
-    name: {device: _InThisPackage(RMSNorm) for device in ("cpu", "cuda")} for name in ("RMSNorm", "RMSNormZeroCentered")
+    name: {device: _InThisPackage(layer) for device in ("cpu", "cuda")} for name, layer in _LAYERS.items()
 }
