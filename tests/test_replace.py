@@ -432,11 +432,17 @@ def test_known_norm(family, name, options, agreement, x_dtype, weight_dtype, dev
     assert type(fused) is cls and torch.equal(fused(*inputs[1]), original(*inputs[0]))
 
 
+# Formulas of classes that the newest transformers no longer has in that form: {fingerprint: the version that has it}.
+OLDER_FORMULAS = {"0980ad20fbe5": "5.17"}
+
+
 def test_every_formula_has_a_test():
+    """Each formula is tested, but those that only another version of transformers has."""
     from fused_layernorm.replace import _FORMULAS, _class_fingerprint
 
     tested = {_class_fingerprint(norm_class(family, name)) for family, name, _, _ in NORM_CLASSES}
-    assert tested == set(_FORMULAS)
+    assert tested <= set(_FORMULAS)
+    assert set(_FORMULAS) - tested <= set(OLDER_FORMULAS)
 
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
