@@ -69,6 +69,11 @@ def rms_norm(x, weight):
     return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
+def llama_rms_norm(x, weight):
+    wide = x.float()
+    return weight * (wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
+
+
 def modulate(x, scale, shift):
     return F.layer_norm(x, x.shape[-1:], None, None, EPS) * (1 + scale) + shift
 
@@ -131,6 +136,8 @@ FUSIONS = {
         lambda *t: fln.fused_layer_norm(*t, EPS, accumulate_grad=True), layer_norm, PLAIN, "norm"),
     "rms_norm, memory_efficient": (
         lambda *t: fln.fused_rms_norm(*t, None, EPS, memory_efficient=True), rms_norm, ("x", "weight"), "norm"),
+    "rms_norm, Llama rounding": (
+        lambda *t: fln.fused_rms_norm(*t, None, EPS, rounding="llama"), llama_rms_norm, ("x", "weight"), "norm"),
     "gated_rms_norm": (lambda *t: fln.fused_gated_rms_norm(*t, None, EPS), rms_norm_then_gate, GATED, "row_gate"),
     "gated_rms_norm, gate first": (
         lambda *t: fln.fused_gated_rms_norm(*t, None, EPS, norm_before_gate=False), gate_then_rms_norm, GATED,

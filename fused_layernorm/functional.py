@@ -160,13 +160,15 @@ def fused_rms_norm(
     Args:
         eps: added to the mean square. None means, as in `torch.nn.functional.rms_norm`, the machine epsilon of the
             type the statistics are kept in: float32's (1.19e-7), or float64's for float64 x.
-        rounding: where results are rounded on the way, for y that is bit-equal, in eager mode, to the norm classes of
-            transformers: "llama" rounds x_hat to x's dtype before it is multiplied by weight, "gemma" (with
-            ``weight_offset=1``) once at the end; both take the statistics with the operations of those classes, as
-            their last bits count. Not for float64 x, which is normalized in float64 here and in float32 there. "torch",
-            the default, rounds once, and is one pass. Forward of the others is PyTorch operations; backward is the
-            kernel, with the gradients of "torch". Where weight's dtype is wider than x's, transformers returns it: give
-            that as `out_dtype`. With "llama", what `accumulate_grad` adds was rounded to weight's dtype.
+        rounding: where intermediate results are rounded. "torch", the default, rounds once, at the end; so does "gemma"
+            (transformers' GemmaRMSNorm, with ``weight_offset=1``). "llama" (LlamaRMSNorm) rounds x_hat to x's dtype,
+            then the product with weight: two kernels forward, or PyTorch operations with an activation, dropout of y or
+            under ``torch.compile``. In 16-bit dtypes about 1 of 10,000 elements differs from transformers' own, because
+            the sums of a row are made in another order; with "torch" in place of "llama" 1 of 4 does. "llama_exact" and
+            "gemma_exact" have transformers' bits in eager mode; their forward is PyTorch operations. Backward is the
+            kernel of "torch" for all. transformers returns weight's dtype where that is wider than x's: pass it as
+            `out_dtype`. transformers normalizes a float64 x in float32; this library in float64. With Llama's rounding,
+            what `accumulate_grad` adds was rounded to weight's dtype.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
@@ -568,7 +570,7 @@ def _norm(x, residual, gate, weight, bias, **given):
     )  # fmt: skip
     tensors = (x, residual, gate, weight, bias, philox)
     if path == "reference" or (rounding != "torch" and path == "operator"):
-        y, z = reference.norm_forward(*tensors, *options, rounding=rounding)
+        y, z = reference.norm_forward(*tensors, *options, rounding=_order_of(rounding))
     elif path == "kernel" and rounding == "torch" and not _wants_gradients(tensors):
         y, z, _ = _ops.call_norm_forward(*tensors, *options)
     elif path == "kernel":
@@ -617,6 +619,9 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
         call["residual_dtype"] = reference.check_add_arguments(x, residual, call["residual_dtype"], call["dropout_p"])
         if call["return_dropout_mask"] and _ops.is_dtensor(x):
             raise TypeError("return_dropout_mask=True needs plain tensors, got a DTensor")
+    z_dtype = call["residual_dtype"] or x.dtype
+    if rounding == "gemma" or (rounding == "llama" and z_dtype in (torch.float32, torch.float64) and bias is None):
+        call["rounding"] = "torch"  # which rounds where these do
     dropout_p = call["dropout_p"] if call["training"] else 0.0
     if call["memory_efficient"] and (
         activation or dropout_p or rounding != "torch" or not call["stats_grad"]
@@ -769,10 +774,10 @@ def _check_main_grad(name, parameter):
 
 def _into_main_grad(name, parameter, rounding):
     """The parameter cast to float32, so that its gradient is not rounded before it is added to main_grad. It keeps its
-    dtype if that is float64, and with rounding="llama", whose result depends on weight's dtype."""
+    dtype if that is float64, and with Llama's rounding, whose result depends on weight's dtype."""
     if parameter is None or not parameter.requires_grad:
         return parameter
-    return MainGradFunction.apply(parameter, name, rounding == "llama")
+    return MainGradFunction.apply(parameter, name, _order_of(rounding) == "llama")
 
 
 class MainGradFunction(torch.autograd.Function):
@@ -803,17 +808,26 @@ class MainGradFunction(torch.autograd.Function):
 # ---- autograd in Python ----------------------------------------------------------------------------------------------
 
 
+def _order_of(rounding: str) -> str:
+    """The rounding of `reference.norm_forward`: "llama" or "torch"."""
+    return "llama" if rounding.startswith("llama") else "torch"
+
+
 class NormFunction(torch.autograd.Function):
-    """The node of csrc/torch/autograd.cpp in Python: for roundings, whose forward is PyTorch operations and whose
-    backward is the kernels', and for the wheel's libraries, which have no other."""
+    """The node of csrc/torch/autograd.cpp in Python: for roundings, whose forward is not one kernel, and for a wheel,
+    whose libraries have no other node."""
 
     @staticmethod
     def forward(ctx, x, residual, gate, weight, bias, philox, options, rounding):
         tensors = (x, residual, gate, weight, bias, philox)
         if rounding == "torch":
             y, z, stats = _ops.call_norm_forward(*tensors, *options)
+        elif rounding == "llama" and not options.activation and (philox is None or not options.drops_y):
+            of_x_hat = options._replace(weight_offset=0.0, per_head=False, out_dtype=options.residual_dtype or x.dtype)
+            x_hat, z, stats = _ops.call_norm_forward(x, residual, gate, None, None, philox, *of_x_hat)
+            y = reference.llama_product(x_hat, weight, bias, options.weight_offset).to(options.out_dtype or x.dtype)
         else:
-            y, z = reference.norm_forward(*tensors, *options, rounding=rounding)
+            y, z = reference.norm_forward(*tensors, *options, rounding=_order_of(rounding))
             stats = reference.stats(x if z is None else z, *options)
         z = None if options.residual_dtype is None else z
         _save(ctx, tensors, options, z, stats)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROUNDINGS = ("torch", "llama", "gemma")
+ROUNDINGS = ("torch", "llama", "gemma", "llama_exact", "gemma_exact")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -356,9 +356,8 @@ def norm_forward(
         otherwise: z = x * activation(gate)     y = u
 
     z is rounded to z_dtype before the statistics are taken; that of a gated norm never is. Without stats_grad, mean and
-    rstd are constants to differentiation. With rounding "llama", x_hat is rounded to z's dtype, and what follows is in
-    the wider of that and weight's dtype, as in transformers' LlamaRMSNorm; "gemma" is "torch" for this function: the
-    operations, and so the bits, are those of GemmaRMSNorm.
+    rstd are constants to differentiation. With rounding "llama", x_hat is rounded to z's dtype before `llama_product`.
+    RMSNorm has the bits of transformers' LlamaRMSNorm, and with rounding "torch" those of GemmaRMSNorm.
     """
     options = Options(*given)
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
@@ -381,7 +380,7 @@ def norm_forward(
 
     y, _ = _x_hat_and_rstd(z, tuple(range(-ndim, 0)), options.eps, options.is_rms_norm, options.stats_grad)
     if rounding == "llama":
-        y = _llama(y, z.dtype, weight, bias, options.weight_offset)
+        y = llama_product(y.to(z.dtype), weight, bias, options.weight_offset)
     else:
         if weight is not None:
             y = y * (broadcast(weight, x, options).to(wide) + options.weight_offset)
@@ -396,12 +395,14 @@ def norm_forward(
     return y.to(options.out_dtype or x.dtype).contiguous(), None if stored is None else z
 
 
-def _llama(x_hat: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, offset: float) -> Tensor:
-    y = x_hat.to(dtype)
-    if weight is not None:  # the product of 16-bit numbers is rounded once, also with an offset
-        wide, narrow = x_hat.dtype, torch.promote_types(dtype, weight.dtype)
-        weight = weight.to(wide) + offset if offset else weight.to(wide)  # adding 0 would lose the sign of -0
-        y = (y.to(wide) * weight).to(narrow)
+def llama_product(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float) -> Tensor:
+    """x_hat * (weight + offset) + bias in the wider of the dtypes of x_hat and weight, rounded after each operation."""
+    y = x_hat
+    if weight is not None and offset:
+        wide, narrow = accumulation_dtype(y.dtype), torch.promote_types(y.dtype, weight.dtype)
+        y = (y.to(wide) * (weight.to(wide) + offset)).to(narrow)
+    elif weight is not None:  # adding 0 would lose the sign of -0
+        y = y * weight
     return y if bias is None else y + bias
 
 

@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,11 @@ class ReplaceReport:
 
 
 def replace_norms(
-    model: nn.Module, *, filter: Callable[[str, nn.Module], bool] | None = None, transformers: bool = True
+    model: nn.Module,
+    *,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    transformers: bool = True,
+    rounding: Literal["torch", "model"] = "torch",
 ) -> ReplaceReport:
     """Swap the LayerNorms and RMSNorms of `model` for fused ones, in place.
 
@@ -99,8 +103,9 @@ def replace_norms(
 
     Numerics: statistics and products in float32, one rounding at the end. That is what torch, OLMo, GPT-OSS, Gemma and
     Cohere do. Llama and T5 round the normalized value to 16 bits before they multiply by weight; there the result is up
-    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32. Others
-    round once more, before the gate or a bias: the report's note says how far apart that is. A norm of a package other
+    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32.
+    ``rounding="model"`` rounds where they do (`fused_rms_norm`'s ``rounding="llama"``, two kernels). Others round once
+    more, before the gate or a bias: the report's note says how far apart that is. A norm of a package other
     than torch returns the dtype the original returns (float32 where a Llama norm with float32 weight is given bfloat16)
     and goes back to the original code for what it cannot take in one pass, such as float64 or a gate that is broadcast.
     Under CUDA autocast the output has the input's dtype, where torch's LayerNorm returns float32.
@@ -110,6 +115,9 @@ def replace_norms(
         filter: called as ``filter(name, module)`` for every norm that could be replaced; False leaves it. A module
             that has several names is replaced if all of them pass.
         transformers: whether to replace the norms of transformers' models too.
+        rounding: "torch" (default), one rounding at the end; "model", the rounding of the norm's class, for RMSNorms
+            without a gate (Llama, Mistral, Qwen, DeepSeek, T5 and those that share their formulas; diffusers).
+            To change it, `restore_norms` first.
 
     Returns:
         A `ReplaceReport`: every norm of the model, what it is now, or why it was left.
@@ -122,12 +130,14 @@ def replace_norms(
         1      norm1  LayerNorm  FusedLayerNorm
         1      norm2  LayerNorm  left            filtered out
     """
+    if rounding not in ("torch", "model"):
+        raise ValueError(f'rounding must be "torch" or "model", got {rounding!r}')
     names = _names_by_module(model)
     decisions = []  # decide on all before changing any: an exception in filter leaves the model as it was
     for module, aliases in names.items():
         if not _is_norm(module):
             continue
-        fused_class, note = _decide(module, transformers)
+        fused_class, note = _decide(module, transformers, rounding)
         if fused_class and filter and not all(filter(name, module) for name in aliases):
             fused_class, note = None, "filtered out"
         decisions.append((module, fused_class, ", ".join(aliases), note))
@@ -197,7 +207,7 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
-def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
+def _decide(module: nn.Module, transformers: bool, rounding: str) -> tuple[type | None, str]:
     """The fused class for a module and a note on its numerics; or None and why the module has to be left."""
     cls = type(module)
     package = cls.__module__.partition(".")[0]
@@ -229,8 +239,12 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
     reason = why_not(module, formula)
     if reason:
         return None, reason
-    adds_to_rounded = formula.note and formula.has_bias and module._parameters.get("bias") is not None
-    return _fused_class(cls), _ROUNDS_BEFORE_BIAS if adds_to_rounded else formula.note
+    note = formula.note
+    if rounding == "model" and formula.rounds_x_hat:
+        note = _ROUNDS_AS_MODEL
+    elif note and formula.has_bias and module._parameters.get("bias") is not None:
+        note = _ROUNDS_BEFORE_BIAS
+    return _fused_class(cls, rounding), note
 
 
 def why_not(module: nn.Module, formula: _Formula) -> str | None:
@@ -263,11 +277,14 @@ class _Formula:
     gates: str = ""  # what the argument `gate` multiplies, "x" or "y"; or "norm_before_gate": y where that is true
     needs_gate: bool = False  # else gate=None is the norm without a gate
     promotes: bool = False  # the output has weight's dtype where that is wider than x's
+    # Whether x_hat is rounded to x's dtype before the product with weight: "always", or "with 16-bit weights".
+    rounds_x_hat: str = ""
     note: str = ""
 
 
 _ROUNDS_TWICE = "rounds once in float32; up to 1 ulp from the original in 16-bit dtypes"
 _ROUNDS_THRICE = "rounds once in float32; up to 2 ulp from the original in 16-bit dtypes"
+_ROUNDS_AS_MODEL = "rounds where the original does; in 16-bit dtypes about 1 of 10,000 elements is 1 or 2 ulp from it"
 # Where the two cancel, that is more than 2 ulp of the result.
 _ROUNDS_BEFORE_BIAS = "rounds once in float32; up to 2 ulp of what bias is added to from the original in 16-bit dtypes"
 
@@ -283,11 +300,11 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 # report shows the fingerprint of a norm it does not know.
 _FORMULAS: dict[str, _Formula] = {
     # x_hat rounded to x's dtype, then multiplied by weight: Llama, Mistral, Qwen2, Qwen3, DeepSeek-V3, ...
-    "3e93015547c4": _Formula(promotes=True, note=_ROUNDS_TWICE),
+    "3e93015547c4": _Formula(promotes=True, rounds_x_hat="always", note=_ROUNDS_TWICE),
     # the same, Llama 4
-    "4ef4d2e73c3f": _Formula(eps="eps", promotes=True, note=_ROUNDS_TWICE),
+    "4ef4d2e73c3f": _Formula(eps="eps", promotes=True, rounds_x_hat="always", note=_ROUNDS_TWICE),
     # x_hat rounded to weight's dtype where that is 16-bit, then multiplied by it: T5, LongT5, Pix2Struct, ...
-    "203df5a7d135": _Formula(promotes=True, note=_ROUNDS_TWICE),
+    "203df5a7d135": _Formula(promotes=True, rounds_x_hat="with 16-bit weights", note=_ROUNDS_TWICE),
     # weight * x_hat in float32, rounded once: OLMo 2, GPT-OSS, ...
     "47f6d854cc96": _Formula(),
     # the same, weight converted to float32 first: Helium, Nemotron-H
@@ -332,7 +349,9 @@ _FORMULAS: dict[str, _Formula] = {
     # diffusers: FP32LayerNorm
     "3b84251245c5": _LAYER_NORM,
     # x_hat rounded to weight's dtype where that is 16-bit, then multiplied by it: diffusers' RMSNorm
-    "6f6c98a46773": _Formula(eps="eps", has_bias=True, promotes=True, note=_ROUNDS_TWICE),
+    "6f6c98a46773": _Formula(
+        eps="eps", has_bias=True, promotes=True, rounds_x_hat="with 16-bit weights", note=_ROUNDS_TWICE
+    ),
 }
 
 
@@ -401,6 +420,7 @@ class _FusedKnownNorm:
 
     original_class: type
     formula: _Formula
+    rounding: str  # of replace_norms
     __prepare_scriptable__ = _not_scriptable
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:  # the original's name for x
@@ -412,11 +432,11 @@ class _FusedKnownNorm:
             or not takes_fused(self, self.formula, x, gate)
         ):
             return super().forward(*arguments, **named)
-        return fused_forward(self, self.formula, x, gate)
+        return fused_forward(self, self.formula, x, gate, self.rounding)
 
     def __reduce_ex__(self, protocol):
         # Pickle finds classes by name, and this one is made at run time: it is made again from the original.
-        return _new_module, (self.original_class,), self.__dict__
+        return _new_module, (self.original_class, self.rounding), self.__dict__
 
 
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
@@ -439,8 +459,10 @@ def takes_fused(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | 
     return x.dtype in _TAKEN
 
 
-def fused_forward(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The forward of `module`, a norm that computes `formula`, on our kernels."""
+def fused_forward(
+    module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | None = None, rounding: str = "torch"
+) -> Tensor:
+    """The forward of `module`, a norm that computes `formula`, on our kernels; rounding: that of replace_norms."""
     weight = getattr(module, "weight", None) if formula.has_weight else None
     bias = getattr(module, "bias", None) if formula.has_bias else None
     channels = module.data_format if formula.channels == "data_format" else formula.channels
@@ -458,6 +480,8 @@ def fused_forward(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor 
     }
     if gate is None:
         norm = fused_rms_norm if formula.is_rms_norm else fused_layer_norm
+        if rounding == "model" and _rounds_x_hat(formula, x, weight):
+            options["rounding"] = "llama"  # such a formula is an RMSNorm's
         y = norm(x, weight, bias, eps, **options)
     else:
         activation = _ACTIVATIONS[getattr(module, "activation", "silu")]
@@ -475,13 +499,20 @@ def _groups(module: nn.Module, formula: _Formula, x: Tensor) -> list[int] | None
     return None if sizes[0] == 1 or sizes[1] in (None, x.shape[-1]) else sizes
 
 
+def _rounds_x_hat(formula: _Formula, x: Tensor, weight: Tensor | None) -> bool:
+    if formula.rounds_x_hat == "with 16-bit weights" and weight is not None and weight.dtype != x.dtype:
+        return False
+    return formula.rounds_x_hat != "" and x.dtype.itemsize == 2
+
+
 @functools.cache
-def _fused_class(original: type) -> type:
-    namespace = {"original_class": original, "formula": formula_of(original), "__module__": __name__}
+def _fused_class(original: type, rounding: str) -> type:
+    namespace = {"original_class": original, "formula": formula_of(original), "rounding": rounding,
+                 "__module__": __name__}  # fmt: skip
     return type(f"Fused{original.__name__}", (_FusedKnownNorm, original), namespace)
 
 
-def _new_module(original: type) -> nn.Module:
+def _new_module(original: type, rounding: str) -> nn.Module:
     # A model saved with one version of transformers may be loaded with another, whose norm is not known.
-    cls = _fused_class(original) if formula_of(original) else original
+    cls = _fused_class(original, rounding) if formula_of(original) else original
     return cls.__new__(cls)

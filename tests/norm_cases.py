@@ -866,9 +866,13 @@ class Fusion(Sample):
             return self.gates_y
         return bool(self.activation or self.modulations or (self.dropout_p and self.kind == "plain"))
 
+    @property
+    def rounds_x_hat(self):
+        return self.rounding.startswith("llama")
+
     def is_composed(self, device):
         """Whether z and what becomes of its gradient are PyTorch operations."""
-        of_stages = self.kind == "add" and self.route != "reference" and self.rounding == "torch"
+        of_stages = self.kind == "add" and self.route != "reference" and self.rounding in ("torch", "gemma")
         return not (of_stages and _backend.has_kernels_for(torch.device(device).type))
 
     @property
@@ -1113,7 +1117,7 @@ def expected_fusion(drawn, given, z, keeps):
     if "weight" in wide:
         w = beside_rows((wide["weight"] + case.weight_offset).abs(), case)
     n = n.detach()
-    if drawn.rounding == "llama":
+    if drawn.rounds_x_hat:
         coarse = torch.finfo(case.dtype)
         limits["y"] += 3 * coarse.eps * ((x_hat * w).view(n.shape) + n.abs() + coarse.tiny)
     terms, terms_of_slope = n.abs(), torch.ones_like(n)
@@ -1145,7 +1149,7 @@ def expected_fusion(drawn, given, z, keeps):
         off = dy.abs() * (moved(slopes) + 16 * unit * terms_of_slope)
         size = y.detach().abs()
         limits["y"] = moved(values) + 16 * unit * terms + info.eps * (size + info.tiny)
-        if drawn.rounding == "llama":  # what follows is computed in the dtype that x_hat * weight was rounded to
+        if drawn.rounds_x_hat:  # what follows is computed in the dtype that x_hat * weight was rounded to
             beside = [given[name].dtype for name in ("weight", "bias") if name in given]
             between = torch.finfo(functools.reduce(torch.promote_types, beside, drawn.z_dtype))
             limits["y"] = limits["y"] + between.eps * (size + between.tiny)
@@ -1156,7 +1160,7 @@ def expected_fusion(drawn, given, z, keeps):
         off = off + between.eps * (dn.abs() + between.tiny)
     off, wdy = by_row(off), by_row(dn.abs()) * w
     off_x_hat = torch.zeros_like(off)
-    if drawn.rounding == "llama" and not (uses_kernels(device) and (case.stats_grad or drawn.route != "reference")):
+    if drawn.rounds_x_hat and not (uses_kernels(device) and (case.stats_grad or drawn.route != "reference")):
         off, off_x_hat = off + 3 * coarse.eps * by_row(dn.abs()), coarse.eps * (x_hat + coarse.tiny)
     if drawn.memory_efficient and _ops.y_tells_x(given["x"], inputs.weight, inputs.bias, case.weight_offset):
         info, b = torch.finfo(case.dtype), wide["bias"].abs() if "bias" in wide else n.new_zeros(())
@@ -1212,7 +1216,7 @@ def expected_fusion(drawn, given, z, keeps):
         like = given["x" if name == "y" else name]
         dtype = case.y_dtype if name == "y" else getattr(norm, name) if name in ("weight", "bias") else like.dtype
         truth, limit, info = truth.view(like.shape), limits[name].view(like.shape), torch.finfo(dtype)
-        if drawn.accumulate_grad and drawn.rounding == "llama" and name in ("weight", "bias"):
+        if drawn.accumulate_grad and drawn.rounds_x_hat and name in ("weight", "bias"):
             coarser = torch.finfo(like.dtype)  # main_grad gets a gradient of the parameter's dtype
             limit = limit + coarser.eps * (truth.abs() + coarser.tiny)
         if name not in ("y", "weight", "bias"):  # the rounding of others is in their limits

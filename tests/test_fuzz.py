@@ -286,7 +286,7 @@ def fusions(draw, activations=tuple(ACTIVATIONS), only_first=True, **fixed):
             more["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9, 1.0]))
             more["activation"] = draw(st.sampled_from([None, None, None, *activations]))
         if case.op == "rms_norm" and only_first:  # roundings have the gradients of "torch"
-            more["rounding"] = draw(st.sampled_from(["torch", "torch", "llama", "gemma"]))
+            more["rounding"] = draw(st.sampled_from(["torch", "torch", "llama", "llama_exact", "gemma", "gemma_exact"]))
     if kind in ("add", "adaptive") and not one_in(4):
         more["residual"] = draw(of_x)
     if kind == "add" or more.get("residual"):
@@ -319,7 +319,7 @@ def check_drawn_fusion(drawn):
     with through(drawn.route), poisoned():
         found = run_fusion(drawn, given, drawn.wants)
     judge_fusion(drawn, given, found)
-    if not uses_kernels(DEVICE) or drawn.route == "reference" or drawn.rounding != "torch":
+    if not uses_kernels(DEVICE) or drawn.route == "reference" or drawn.rounding not in ("torch", "gemma"):
         return
     plain = {name: t.contiguous().clone() for name, t in given.items()}
     # With these, wanting residual's gradient decides which CUDA kernels are taken.

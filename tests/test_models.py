@@ -270,6 +270,9 @@ far from a more precise run as the original's are (plus 4 machine epsilons); so 
 training steps (on the CPU with dropout), and the results of the compiled model, which compiles in one graph wherever
 the original does. This page is written by `python tests/test_models.py`, and a test keeps it true.
 
+`replace_norms(model, rounding="model")` rounds x_hat where the RMSNorms of Llama, Qwen, T5 and diffusers do; of their
+16-bit results about 1 of 10,000 then differs from the original's. The gated norms and LayerNorms keep their notes.
+
 | package | model | norms | replaced (and what differs) | left (and why) |
 |---|---|---|---|---|
 """

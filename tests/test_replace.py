@@ -432,6 +432,41 @@ def test_known_norm(family, name, options, agreement, x_dtype, weight_dtype, dev
     assert type(fused) is cls and torch.equal(fused(*inputs[1]), original(*inputs[0]))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("x_dtype, weight_dtype", [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+], ids=lambda dtype: str(dtype)[6:])  # fmt: skip
+@pytest.mark.parametrize("family, name, options", [
+    (family, name, options) for family, name, options, agreement in NORM_CLASSES
+    if "Gated" not in name and agreement != "exact" and name.endswith("RMSNorm") or name == "T5LayerNorm"
+], ids=lambda value: str(value))  # fmt: skip
+def test_rounding_of_the_model(family, name, options, x_dtype, weight_dtype, device):
+    """rounding="model": the roundings of the class, which only the last bits of the statistics change"""
+    original = randomize_norms(norm_class(family, name)(72, eps=1e-5, **options)).to(device=device, dtype=weight_dtype)
+    x = (3 * torch.randn(999, 72, generator=torch.Generator().manual_seed(2))).to(device=device, dtype=x_dtype)
+    expected = original(x)
+    differ = {}
+    for rounding in ("torch", "model"):
+        fused = copy.deepcopy(original)
+        report = replace_norms(fused, rounding=rounding)
+        assert ("rounds where the original does" in report.entries[0].reason) == (rounding == "model")
+        y = fused(x)
+        assert y.dtype == expected.dtype
+        differ[rounding] = (y != expected).double().mean().item()
+        for copied in (copy.copy(fused), copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            assert torch.equal(copied(x), y)
+        restore_norms(fused)
+        assert torch.equal(fused(x), expected)
+    if expected.dtype.itemsize == 2:
+        assert differ["model"] < 1e-3 and (differ["torch"] > 0.05 or original.weight is None)
+
+
+def test_rounding_of_a_model_is_checked():
+    with pytest.raises(ValueError, match='rounding must be "torch" or "model", got \'llama\''):
+        replace_norms(torch.nn.LayerNorm(4), rounding="llama")
+
+
 # Formulas of classes that the newest transformers no longer has in that form: {fingerprint: the version that has it}.
 OLDER_FORMULAS = {"0980ad20fbe5": "5.17"}
 

@@ -42,6 +42,7 @@ from fused_layernorm import (
     fused_add_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
+    reference,
 )
 
 
@@ -244,7 +245,7 @@ def options_with_gradients(op, dtype, shape):
     }
     found |= {activation: Fusion(plain, activation=activation) for activation in ACTIVATIONS}
     if op == "rms_norm":
-        found |= {rounding: Fusion(plain, rounding=rounding) for rounding in ("llama", "gemma")}
+        found |= {rounding: Fusion(plain, rounding=rounding) for rounding in reference.ROUNDINGS[1:]}
         found["residual, llama"] = Fusion(plain, **added, rounding="llama")
     each = {"sample": (shape[0], shape[-1]), "token": shape, "position": (1, *shape[1:]), "all": shape[-1:]}
     for kind, of in each.items():
