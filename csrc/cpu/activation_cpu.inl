@@ -15,31 +15,56 @@ FLN_INLINE DoubleVec exp_of(DoubleVec t) {
   return of_lanes(t, [](double lane) FLN_INLINE_LAMBDA { return exp(lane); });
 }
 
+// max(limit, t) and min(limit, t), NaN where t is NaN: the second operand of these instructions.
+template <class V>
+FLN_INLINE V at_least(V limit, V t) {
+#if FLN_VECTOR_BYTES == 64
+  if constexpr (std::is_same<V, FloatVec>::value) return (V)_mm512_maskz_max_ps(0xffff, (__m512)limit, (__m512)t);
+#elif FLN_VECTOR_BYTES == 32
+  if constexpr (std::is_same<V, FloatVec>::value) return (V)_mm256_max_ps((__m256)limit, (__m256)t);
+#endif
+  return t < limit ? limit : t;
+}
+template <class V>
+FLN_INLINE V at_most(V limit, V t) {
+#if FLN_VECTOR_BYTES == 64
+  if constexpr (std::is_same<V, FloatVec>::value) return (V)_mm512_maskz_min_ps(0xffff, (__m512)limit, (__m512)t);
+#elif FLN_VECTOR_BYTES == 32
+  if constexpr (std::is_same<V, FloatVec>::value) return (V)_mm256_min_ps((__m256)limit, (__m256)t);
+#endif
+  return t > limit ? limit : t;
+}
+
 // 2^n * e^r with |r| <= ln(2) / 2, e^r by a polynomial of the sixth degree (least squares, reweighted until the largest
-// relative error, 4e-9, was as small as it gets). 2^n in two factors: results may be infinite or subnormal.
+// relative error, 4e-9, was as small as it gets). Without AVX-512, 2^n in two factors, as results may be infinite or
+// subnormal.
 FLN_INLINE FloatVec exp_of(FloatVec t) {
   constexpr float kPowers[] = {0.49999994f, 0.166665211f, 0.041668389f, 0.00836871751f, 0.00138145976f};
   constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: of a sum with it no fraction is left
-  t = t < -150.0f ? FloatVec{} - 150.0f : t > 90.0f ? FloatVec{} + 90.0f : t;  // a NaN stays one
+  t = at_most(FloatVec{} + 90.0f, at_least(FloatVec{} - 150.0f, t));
   const FloatVec shifted = t * 1.44269504f + kToInteger, n = shifted - kToInteger;
   const FloatVec r = (t - n * 0.693359375f) - n * -2.12194440e-4f;  // ln(2) in two parts, of which the first is exact
   FloatVec power = FloatVec{} + kPowers[4];
   for (int i = 3; i >= 0; --i) power = power * r + kPowers[i];
   power = power * (r * r) + r + 1.0f;
+#if FLN_VECTOR_BYTES == 64
+  return (FloatVec)_mm512_maskz_scalef_ps(0xffff, (__m512)power, (__m512)n);
+#else
   const Bits32 twice = bits_as<Bits32>(shifted) - (bits_as<Bits32>(FloatVec{} + kToInteger) - 254u);  // n + 254
   const Bits32 half = twice >> 1;
   return power * bits_as<FloatVec>(half << 23) * bits_as<FloatVec>((twice - half) << 23);
+#endif
 }
 
 // max(t, 0), and NaN where t is.
 template <class V>
 FLN_INLINE V relu_of(V t) {
-  return t < 0 ? V{} : t;
+  return at_least(V{}, t);
 }
 
 template <class V>
 FLN_INLINE V size_of(V t) {
-  return t < 0 ? -t : t;
+  return at_least(-t, t);
 }
 
 template <class V>
@@ -80,9 +105,9 @@ FLN_INLINE V tanh_gate(V t) {
 template <Activation activation, class acc_t>
 FLN_INLINE Vec<acc_t> activated(Vec<acc_t> t) {
   using V = Vec<acc_t>;
-  if constexpr (activation == Activation::kGelu) {                                // max(t, 0) - |t| * Phi(-|t|)
-    const V size = size_of(t), most = size > acc_t(40) ? V{} + acc_t(40) : size;  // of inf the product were NaN
-    return relu_of(t) - most * normal_of(most).below;
+  if constexpr (activation == Activation::kGelu) {        // max(t, 0) - |t| * Phi(-|t|)
+    const V size = at_most(V{} + acc_t(40), size_of(t));  // of inf the product were NaN
+    return relu_of(t) - size * normal_of(size).below;
   } else if constexpr (activation == Activation::kSilu) {
     return t * sigmoid(t);
   } else if constexpr (activation == Activation::kGeluTanh) {
@@ -101,9 +126,9 @@ template <Activation activation, class acc_t>
 FLN_INLINE Vec<acc_t> slope(Vec<acc_t> t) {
   using V = Vec<acc_t>;
   if constexpr (activation == Activation::kGelu) {  // Phi(t) + t * phi(t)
-    const V size = size_of(t), most = size > acc_t(40) ? V{} + acc_t(40) : size;
-    const Normal<V> normal = normal_of(most);
-    const V below = normal.below - most * normal.density;
+    const V size = at_most(V{} + acc_t(40), size_of(t));
+    const Normal<V> normal = normal_of(size);
+    const V below = normal.below - size * normal.density;
     return t > 0 ? 1 - below : below;
   } else if constexpr (activation == Activation::kSilu) {
     const V s = sigmoid(t);

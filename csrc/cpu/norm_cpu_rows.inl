@@ -128,11 +128,53 @@ FLN_INLINE void store_vec(to_t* to, Vec<acc_t> value) {
   }
 }
 
+// The first `count` lanes by masked instructions, the others `fill` (769 columns fp32, AVX-512: 1.6 times as fast as by
+// single elements). AVX2 has none for elements of 16 bits.
+#if FLN_VECTOR_BYTES == 64
+template <class from_t>
+FLN_INLINE FloatVec load_first(const from_t* from, int count, float fill) {
+  const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (sizeof(from_t) == 4) {
+    return (FloatVec)_mm512_mask_loadu_ps((__m512)(FloatVec{} + fill), mask, from);
+  } else {
+    const FloatVec value = widen(from_t(), (Bits16)_mm256_maskz_loadu_epi16(mask, from));
+    return (FloatVec)_mm512_mask_mov_ps((__m512)(FloatVec{} + fill), mask, (__m512)value);
+  }
+}
+template <class to_t>
+FLN_INLINE void store_first(to_t* to, int count, FloatVec value) {
+  const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (sizeof(to_t) == 4) {
+    _mm512_mask_storeu_ps(to, mask, (__m512)value);
+  } else {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)narrow(to_t(), value));
+  }
+}
+#elif FLN_VECTOR_BYTES == 32
+FLN_INLINE __m256i first_lanes(int count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+FLN_INLINE FloatVec load_first(const float* from, int count, float fill) {
+  const __m256i mask = first_lanes(count);
+  return (FloatVec)_mm256_blendv_ps(_mm256_set1_ps(fill), _mm256_maskload_ps(from, mask), (__m256)mask);
+}
+FLN_INLINE void store_first(float* to, int count, FloatVec value) {
+  _mm256_maskstore_ps(to, first_lanes(count), (__m256)value);
+}
+#endif
+template <class acc_t, class row_t>
+constexpr bool kMasks = sizeof(acc_t) == 4 && (FLN_VECTOR_BYTES == 64   ? sizeof(row_t) <= 4
+                                               : FLN_VECTOR_BYTES == 32 ? sizeof(row_t) == 4
+                                                                        : false);
+
 // The first `count` lanes of a vector: all of them but at a row's end, where the others read as `fill`, a value that
 // adds nothing to the sum at hand.
 template <class acc_t, class from_t>
 FLN_INLINE Vec<acc_t> load(const from_t* from, int count, acc_t fill = 0) {
   if (count == kLanes<acc_t>) return load_vec<acc_t>(from);
+#if FLN_VECTOR_BYTES >= 32
+  if constexpr (kMasks<acc_t, from_t>) return load_first(from, count, fill);
+#endif
   from_t padded[kLanes<acc_t>] = {};
   acc_t lanes[kLanes<acc_t>];
   for (int k = 0; k < count; ++k) padded[k] = from[k];
@@ -146,6 +188,9 @@ FLN_INLINE Vec<acc_t> load(const from_t* from, int count, acc_t fill = 0) {
 template <class acc_t, class to_t>
 FLN_INLINE void store(to_t* to, int count, Vec<acc_t> value) {
   if (count == kLanes<acc_t>) return store_vec<acc_t>(to, value);
+#if FLN_VECTOR_BYTES >= 32
+  if constexpr (kMasks<acc_t, to_t>) return store_first(to, count, value);
+#endif
   to_t stored[kLanes<acc_t>];
   store_vec<acc_t>(stored, value);
   for (int k = 0; k < count; ++k) to[k] = stored[k];
@@ -155,6 +200,21 @@ FLN_INLINE void store(to_t* to, int count, Vec<acc_t> value) {
 
 // ---- sweeps: every loop over columns --------------------------------------------------------------------------------
 
+#if FLN_VECTOR_BYTES >= 32
+// Lane k and lane k + half, until one is left: the order of LaneSum::total(), in registers.
+FLN_INLINE float sum_of_lanes(FloatVec value) {
+#if FLN_VECTOR_BYTES == 64
+  const __m256 eight =
+      _mm512_maskz_extractf32x8_ps(0xff, (__m512)value, 0) + _mm512_maskz_extractf32x8_ps(0xff, (__m512)value, 1);
+#else
+  const __m256 eight = (__m256)value;
+#endif
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return _mm_cvtss_f32(two + _mm_shuffle_ps(two, two, 1));
+}
+#endif
+
 // A sum over columns: independent accumulators hide the latency of additions, and keep the terms of each few.
 template <class acc_t>
 struct LaneSum {
@@ -162,6 +222,9 @@ struct LaneSum {
 
   FLN_INLINE double total() const {
     const Vec<acc_t> sum = (slot[0] + slot[1]) + (slot[2] + slot[3]);
+#if FLN_VECTOR_BYTES >= 32
+    if constexpr (sizeof(acc_t) == 4) return sum_of_lanes(sum);
+#endif
     acc_t lanes[kLanes<acc_t>];
     memcpy(lanes, &sum, sizeof(sum));
     for (int half = kLanes<acc_t> / 2; half > 0; half /= 2)
@@ -710,6 +773,8 @@ FLN_INLINE int64_t interleaved_at(const NormStages& stages, int64_t row, int64_t
   return static_cast<uint32_t>(row) % static_cast<uint32_t>(stages.segments) * n;
 }
 
+constexpr int64_t kBlockColumns = 1024;  // of u, so that the epilogue finds it in L1
+
 template <class row_t>
 void forward_rows(const NormForwardParams& params, const ParameterRows& parameters, const ThreadMemory& memory,
                   int64_t begin, int64_t end) {
@@ -746,26 +811,30 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
     if (params.mean) static_cast<acc_t*>(params.mean)[row] = mean;
     if (params.mean_tail) static_cast<acc_t*>(params.mean_tail)[row] = static_cast<acc_t>(tail);
 
-    const auto normalize = [&](auto* to) FLN_INLINE_LAMBDA {
+    const auto normalize = [&](auto* to, int64_t begin, int64_t end) FLN_INLINE_LAMBDA {
       NormalizeSweep<row_t, typename std::remove_pointer<decltype(to)>::type> sweep{z, weight, bias, stats, to};
-      sweep_columns<acc_t>(sweep, 0, n);
+      sweep_columns<acc_t>(sweep, begin, end);
     };
     void* const y = row_at(params.y, params.y_dtype, row * n);
     if (!params.has_epilogue() && !gates_y) {
-      for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y)); });
+      for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y), 0, n); });
       continue;
     }
     acc_t* const u = made_row(y, params.y_dtype, own_row<acc_t>(memory, kU));
-    normalize(u);
     if (gates_y) {
+      normalize(u, 0, n);
       multiply_by_gate(params.gate_activation, u, row_gate, n, u);
     } else {
       const acc_t* scales =
           params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
-      for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
-        EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
-        sweep_columns<acc_t>(sweep, 0, n);
-      });
+      for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
+        const int64_t end = n - begin < kBlockColumns ? n : begin + kBlockColumns;
+        normalize(u, begin, end);
+        for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
+          EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
+          sweep_columns<acc_t>(sweep, begin, end);
+        });
+      }
     }
     round_to(u, n, y, params.y_dtype);
   }
