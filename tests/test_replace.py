@@ -462,6 +462,25 @@ def test_rounding_of_the_model(family, name, options, x_dtype, weight_dtype, dev
         assert differ["model"] < 1e-3 and (differ["torch"] > 0.05 or original.weight is None)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_with_the_rounding_of_the_model(device):
+    """of a small Llama in bfloat16: with its roundings nearly all logits keep their bits, with one rounding few do"""
+    transformers = package("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=500, num_key_value_heads=4, **sizes)
+    model = randomize_norms(transformers.LlamaForCausalLM(config)).to(device, torch.bfloat16).eval()
+    tokens = torch.randint(500, (2, 64), device=device)
+    equal = {}
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for rounding in ("torch", "model"):
+            replace_norms(model, rounding=rounding)
+            equal[rounding] = (model(tokens).logits == expected).double().mean().item()
+            restore_norms(model)
+    assert equal["model"] > 0.8 > 0.5 > equal["torch"], equal
+
+
 def test_rounding_of_a_model_is_checked():
     with pytest.raises(ValueError, match='rounding must be "torch" or "model", got \'llama\''):
         replace_norms(torch.nn.LayerNorm(4), rounding="llama")
