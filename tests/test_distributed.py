@@ -7,6 +7,7 @@ import copy
 import datetime
 import gc
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -40,6 +41,12 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
 
+# What takes seconds to import is imported once, in the process that those of all tests are forked from. Nothing of it
+# asks for CUDA.
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch.distributed.tensor.parallel", "torch._dynamo"]
+)
+
 
 def few_gpus(needed):
     return pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {needed} CUDA devices")
@@ -65,7 +72,7 @@ def run(request, tmp_path):
 
     def in_processes(function, *arguments):
         arguments = (device, backend, world_size, f"file://{tmp_path / 'meeting_point'}", function, arguments)
-        torch.multiprocessing.spawn(_process, arguments, nprocs=world_size)
+        torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
 
     return in_processes
 
