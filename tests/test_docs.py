@@ -111,6 +111,16 @@ def test_every_public_name_is_in_the_reference():
     assert all(getattr(fused_layernorm, name).__doc__ for name in fused_layernorm.__all__) and compat.__doc__
 
 
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 800 and len(text.splitlines()) <= 110
+    assert text.count("![") == 1 and text.count("\n|---") == 1, "one plot and one table"
+    assert "\n| training step |" in text and not re.search(r"git clone (https?:|git@)", text)
+    others = [path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.name != "README.md"]
+    placeholder = re.search(r"git clone (\S+)", text)[1]
+    assert text.count(placeholder) == 1 and not any(placeholder in path.read_text() for path in others)
+
+
 def test_the_first_code_of_the_readme_runs(capsys):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     exec(code, {})
