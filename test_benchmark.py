@@ -988,9 +988,7 @@ def write_records(bench, args):
         Path(args.json).write_text(document)
         print(f"wrote {args.json}")
     if args.record:
-        folder = Path(args.record)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"benchmark_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
+        path = Path(args.record) / f"benchmark_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
         path.write_text(document)
         written.append(path)
         with path.with_suffix(".csv").open("w", newline="") as file:
@@ -1121,6 +1119,16 @@ def parse_arguments(arguments):
         parser.error("--plot after a run needs --record or --json, beside which the PNGs go")
     if isinstance(args.plot, str) and not Path(args.plot).is_file():
         parser.error(f"--plot: no such file, {args.plot}")
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    for option, folder in (("--record", args.record), ("--json", args.json and Path(args.json).parent)):
+        if folder is not None:  # now, not after all that was timed
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                parser.error(f"{option}: {folder} cannot be made ({error.strerror})")
+            if not os.access(folder, os.W_OK):
+                parser.error(f"{option}: {folder} cannot be written")
     args.dtype = args.dtype or (["bf16"] if HAS_CUDA else ["fp32"])
     return args
 

@@ -1,6 +1,6 @@
 """The tables of figures in the documentation, made from the newest records. `python benchmarks/figures.py [FOLDER]`
-prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes all tables
-into README.md, benchmarks/README.md, docs/fusions.md and docs/reliability.md."""
+prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes the tables
+of all pages into these."""
 
 import argparse
 import json

@@ -201,7 +201,10 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
         without_cuda = _installed("fused_layernorm_cpu") or _compiled_here("fused_layernorm_cpu")
         if choice == "cuda" and not failures and without_cuda:
             why = (_record_of(without_cuda) or {}).get("no_cuda")
-            reason = "only the CPU kernels were built" + (f": {why}" if why else "")
+            if why:  # another build in this environment would leave them out again
+                raise ImportError(f"FUSED_LAYERNORM_BACKEND=cuda, but only the CPU kernels were built: {why}. "
+                                  "docs/install.md says what CUDA kernels need; then build again")  # fmt: skip
+            reason = "only the CPU kernels were built"
         raise ImportError(f"FUSED_LAYERNORM_BACKEND={choice}, but {reason}. {_MEND_SENTENCE}")
     if problem:
         _complain(problem, "Until then the slower PyTorch reference is used.", strict)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import _backend
+from .reference import check_number
 from .replace import ReplaceReport, _is_norm, replace_norms
 
 
@@ -94,6 +95,7 @@ def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_number("seconds", seconds)
     tensors = [leaf for leaf in [*model.parameters(), *tree_leaves(batch)] if isinstance(leaf, Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     originals = {module: type(module) for module in model.modules()}

@@ -123,6 +123,8 @@ def replace_norms(
         1      norm2  LayerNorm  left            filtered out
     """
     names = _names_by_module(model)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of (name, module) or None, got {type(filter).__name__}")
     decisions = []  # decide on all before changing any: an exception in filter leaves the model as it was
     for module, aliases in names.items():
         if not _is_norm(module):

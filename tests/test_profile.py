@@ -167,6 +167,8 @@ def test_nothing_to_save():
 def test_bad_arguments():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got function"):
         profile(lambda x: x, torch.randn(2))
+    with pytest.raises(TypeError, match="seconds must be a number, got str"):
+        profile(nn.LayerNorm(4), torch.randn(2, 4), seconds="2")
     with pytest.raises(ValueError, match="no output of the model requires a gradient"):
         profile(nn.LayerNorm(4, elementwise_affine=False), torch.randn(2, 4), train=True)
 
