@@ -1,6 +1,6 @@
 """The tables of figures in the documentation, made from the newest records. `python benchmarks/figures.py [FOLDER]`
-prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes the tables
-of all pages into these."""
+prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes all tables
+into their pages."""
 
 import argparse
 import json
@@ -216,6 +216,19 @@ def model_details(models):
         yield row
 
 
+def builds(folder, pattern):
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
+
+
+def build_rows(records):
+    for r in records:
+        size = "-" if r["extension_bytes"] is None else f"{r['extension_bytes'] / 1e6:.1f} MB"
+        yield [r["arch_list"] or "CPU kernels only", str(r["cores"]), f"{r['wall_seconds']:.0f}",
+               f"{r['cpu_seconds']:.0f}", size, str(r["kernels"] or "-"), r["csrc_hash"]]  # fmt: skip
+    if not records:
+        yield ["not yet recorded", *["-"] * 6]
+
+
 # page, how its table begins, the records, how they are read, the rows
 TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
@@ -223,6 +236,7 @@ TABLES = (
     ("benchmarks/README.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
     ("benchmarks/README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
     ("benchmarks/README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
+    ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", newest, add_rows),
 )
@@ -230,7 +244,7 @@ TABLES = (
 
 def pages(folder):
     """{name: the page with its tables}."""
-    names = ("README.md", "benchmarks/README.md", "docs/fusions.md", "docs/reliability.md")
+    names = ("README.md", "benchmarks/README.md", "docs/fusions.md", "docs/install.md", "docs/reliability.md")
     found = {name: (ROOT / name).read_text() for name in names}
     for name, beginning, pattern, records, rows in TABLES:
         lines = found[name].split("\n")

@@ -34,6 +34,16 @@ def test_record(tmp_path, models, modes):
         assert all(loss == pytest.approx(of_providers["torch"], rel=2e-3) for loss in of_providers.values())
 
 
+def test_table_of_builds(tmp_path):
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    rows = lambda: list(figures["build_rows"](figures["builds"](tmp_path, "build*.json")))  # noqa: E731
+    assert rows() == [["not yet recorded", *"------"]]
+    record = {"arch_list": "9.0", "cores": 16, "wall_seconds": 60.2, "cpu_seconds": 700.9, "extension_bytes": 7_400_000,
+              "kernels": 600, "csrc_hash": "abc"}  # fmt: skip
+    (tmp_path / "build.json").write_text(json.dumps(record))
+    assert rows() == [["9.0", "16", "60", "701", "7.4 MB", "600", "abc"]]
+
+
 def test_tables(tmp_path):
     """noise is in brackets; a model that a run had no time for comes from an earlier run of the same csrc/"""
 
