@@ -1,6 +1,6 @@
 """The tables of figures in the documentation, made from the newest records. `python benchmarks/figures.py [FOLDER]`
-prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes all tables
-into their pages."""
+prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes all
+tables into their pages."""
 
 import argparse
 import json

@@ -57,7 +57,8 @@ __all__ = [
 
 
 def backend() -> str:
-    """Which kernels this process loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch operations)."""
+    """The kernels that this process has loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch
+    operations)."""
     return _backend.backend
 
 

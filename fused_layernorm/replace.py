@@ -1,7 +1,7 @@
-"""Drop-in: give the norms of an existing model this library's forward, in place, and back again.
+"""replace_norms gives the norms of an existing model this library's forward, in place; restore_norms undoes it.
 
-Only the class of a module changes, so parameters, buffers, hooks, names, dtype, device and training flag are untouched.
-A module is recognised by what it computes, never by `isinstance`: a subclass may compute anything.
+Only the class of a module changes. Parameters, buffers, hooks, names, dtype, device and training flag stay the same. A
+module is recognized by what it computes, never by `isinstance`: a subclass may compute anything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHER_TORCH_NORMS = (
 
 @dataclass(frozen=True)
 class NormEntry:
-    """One module of a report: `replaced_by` is its new class, or None and `reason` says why it was left."""
+    """One module of a report. `replaced_by` is its new class; None means that it was left, and `reason` says why."""
 
     name: str
     module_class: str
@@ -48,18 +48,20 @@ class NormEntry:
 
 @dataclass(frozen=True)
 class ReplaceReport:
-    """What `replace_norms` or `restore_norms` did; print it for a table with repeated layers folded together."""
+    """The result of `replace_norms` or `restore_norms`. It prints as a table with one row for repeated layers."""
 
-    entries: tuple[NormEntry, ...]
-    action: str = "replaced"  # or "restored"
+    entries: tuple[NormEntry, ...]  # one for each norm: name, module_class, replaced_by (or None), reason
+    action: str = "replaced"  # "replaced" or "restored"
     notes: tuple[str, ...] = ()  # about the model as a whole
 
     @property
     def replaced(self) -> list[NormEntry]:
+        """The norms that have another class now."""
         return [entry for entry in self.entries if entry.replaced_by]
 
     @property
     def left(self) -> list[NormEntry]:
+        """The norms that were left, each with its reason."""
         return [entry for entry in self.entries if not entry.replaced_by]
 
     def __str__(self) -> str:
@@ -83,36 +85,39 @@ class ReplaceReport:
 def replace_norms(
     model: nn.Module, *, filter: Callable[[str, nn.Module], bool] | None = None, transformers: bool = True
 ) -> ReplaceReport:
-    """Swap the LayerNorms and RMSNorms of `model` for fused ones, in place.
+    """Replace the LayerNorms and RMSNorms of `model` by fused ones, in place.
 
-    Replaced are modules whose class is exactly `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, and norms of Hugging Face
-    transformers and diffusers, timm and torchvision whose forward is one of the known formulas, compared as code, not
-    by name (Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, the gated norms of Mamba 2,
-    Qwen3-Next, Kimi Linear and Falcon-H1, and the LayerNorms of images over channels). Anything else is left as it is,
-    with the reason: other subclasses, parametrized modules, instances with a forward of their own, weights that are
-    sharded or quantized. docs/models.md shows it for whole models.
+    Replaces modules whose class is exactly `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, and norms of Hugging Face
+    transformers and diffusers, timm and torchvision whose forward is a known formula. The code of the forward is
+    compared, not its name. Known are Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, the
+    gated norms of Mamba 2, Qwen3-Next, Kimi Linear and Falcon-H1, and LayerNorms over the channels of images. All other
+    norms are left unchanged, and the report gives the reason: other subclasses, parametrized modules, instances with a
+    forward of their own, sharded or quantized weights. docs/models.md lists the tested models.
 
-    Only `module.__class__` changes, to a subclass of the original (and a normalized_shape of numpy's ints to Python's).
-    Parameters stay the same objects (an optimizer made before goes on working), state_dict keys, hooks and names stay;
-    deepcopy, pickle and `isinstance` work. Calling it twice changes nothing more; `restore_norms` undoes it. Replace
-    before sharding (FSDP, tensor parallel).
+    Only `module.__class__` changes, to a subclass of the original (and numpy ints in normalized_shape become Python
+    ints). Parameters stay the same objects, so an existing optimizer keeps working. state_dict keys, hooks and names
+    stay; deepcopy, pickle and `isinstance` work. A second call changes nothing; `restore_norms` undoes the first. Call
+    it before sharding (FSDP, tensor parallel).
 
-    Numerics: statistics and products in float32, one rounding at the end. That is what torch, OLMo, GPT-OSS, Gemma and
-    Cohere do. Llama and T5 round the normalized value to 16 bits before they multiply by weight; there the result is up
-    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32. Others
-    round once more, before the gate or a bias: the report's note says how far apart that is. A norm of a package other
-    than torch returns the dtype the original returns (float32 where a Llama norm with float32 weight is given bfloat16)
-    and goes back to the original code for what it cannot take in one pass, such as float64 or a gate that is broadcast.
-    Under CUDA autocast the output has the input's dtype, where torch's LayerNorm returns float32.
+    Numerics: statistics and products in float32, one rounding at the end, as in torch, OLMo, GPT-OSS, Gemma and Cohere.
+    Llama and T5 round the normalized value to 16 bits before they multiply by weight: 16-bit results differ by up to
+    one unit in the last place, float32 results by float32 rounding. Other norms round once more, before a gate or a
+    bias: the report's note gives the difference. A norm of a package other than torch returns the dtype that the
+    original returns (float32 for a Llama norm with float32 weight and bfloat16 input). It runs the original code for
+    inputs that the kernels do not take, such as float64 or a gate that is broadcast. Under CUDA autocast the output has
+    the input's dtype, whereas torch's LayerNorm returns float32.
 
     Args:
         model: any module; it may be a norm itself.
-        filter: called as ``filter(name, module)`` for every norm that could be replaced; False leaves it. A module
-            that has several names is replaced if all of them pass.
+        filter: called as ``filter(name, module)`` for every norm that can be replaced; False leaves the norm. A module
+            with several names is replaced if all names pass.
         transformers: whether to replace the norms of transformers' models too.
 
     Returns:
-        A `ReplaceReport`: every norm of the model, what it is now, or why it was left.
+        A `ReplaceReport`: every norm of the model with its new class, or the reason why it was left.
+
+    Raises:
+        TypeError: a model that is not a module, or a filter that is not a function.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4)
@@ -125,7 +130,7 @@ def replace_norms(
     names = _names_by_module(model)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of (name, module) or None, got {type(filter).__name__}")
-    decisions = []  # decide on all before changing any: an exception in filter leaves the model as it was
+    decisions = []  # decide on all before changing any: an exception in filter leaves the model unchanged
     for module, aliases in names.items():
         if not _is_norm(module):
             continue
@@ -147,14 +152,17 @@ def replace_norms(
 def restore_norms(model: nn.Module) -> ReplaceReport:
     """Undo `replace_norms`: give each fused norm of `model` its original class back, in place.
 
-    Modules built as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too.
-    Others of this library, such as `FusedAddLayerNorm`, stay: torch.nn has none of their kind.
+    Modules created as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too. Other
+    modules of this library, such as `FusedAddLayerNorm`, stay: torch.nn has no equivalent.
 
     Args:
         model: any module; it may be a norm itself.
 
     Returns:
-        A `ReplaceReport`: every norm that was fused, what it is now, or why it was left.
+        A `ReplaceReport`: every fused norm with its new class, or the reason why it was left.
+
+    Raises:
+        TypeError: a model that is not a module.
     """
     originals = {fused: original for original, fused in _TORCH_CLASSES.items()}
     entries = []
@@ -193,14 +201,14 @@ def _names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a reader of the report would look for this module: torch's norms and leaves that call themselves norm."""
+    """Whether the report lists this module: torch's norms, and modules without children whose class name has "norm"."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, *_OTHER_TORCH_NORMS)):
         return True
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
 def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
-    """The fused class for a module and a note on its numerics; or None and why the module has to be left."""
+    """The fused class for a module and a note on its numerics, or None and the reason to leave the module."""
     cls = type(module)
     package = cls.__module__.partition(".")[0]
     if package == __package__:
@@ -236,7 +244,7 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
 
 
 def why_not(module: nn.Module, formula: _Formula) -> str | None:
-    """Why this module is not served, though the forward of its class is known; None where it is."""
+    """Why this module cannot be replaced although the forward of its class is known; None if it can."""
     if getattr(module, "_fast_norm", False):
         return "timm's set_fast_norm is on"
     if formula.has_weight:
@@ -250,7 +258,7 @@ def why_not(module: nn.Module, formula: _Formula) -> str | None:
 
 @dataclass(frozen=True)
 class _Formula:
-    """What the forward of a norm that is not torch's computes, in the terms of our functions."""
+    """The forward of a norm that is not torch's, as arguments of our functions."""
 
     is_rms_norm: bool = True
     eps: str | float = "variance_epsilon"  # the attribute that holds it, or its value
@@ -262,22 +270,22 @@ class _Formula:
     # The sizes that the last dimension is cut into, groups and columns of a group with statistics of their own, as
     # numbers or attributes that hold them; -1 for what follows from the other.
     groups: tuple[str | int, str | int] | None = None
-    gates: str = ""  # what the argument `gate` multiplies, "x" or "y"; or "norm_before_gate": y where that is true
-    needs_gate: bool = False  # else gate=None is the norm without a gate
-    promotes: bool = False  # the output has weight's dtype where that is wider than x's
+    gates: str = ""  # the operand of the argument `gate`: "x", "y", or "norm_before_gate": y if that attribute is true
+    needs_gate: bool = False  # False: gate=None is the norm without a gate
+    promotes: bool = False  # the output has weight's dtype if it is wider than x's
     note: str = ""
 
 
 _ROUNDS_TWICE = "rounds once in float32; up to 1 ulp from the original in 16-bit dtypes"
 _ROUNDS_THRICE = "rounds once in float32; up to 2 ulp from the original in 16-bit dtypes"
-# Where the two cancel, that is more than 2 ulp of the result.
+# If the two cancel, that is more than 2 ulp of the result.
 _ROUNDS_BEFORE_BIAS = "rounds once in float32; up to 2 ulp of what bias is added to from the original in 16-bit dtypes"
 
 _LAYER_NORM = _Formula(is_rms_norm=False, eps="eps", has_bias=True, like_torch=True)
 _LAYER_NORM_2D = replace(_LAYER_NORM, channels="channels_first")
 _TIMM_RMS_NORM = _Formula(eps="eps", like_torch=True)
 
-# What a gated norm's attribute `activation`, where it has one, may be, and what our functions call it.
+# Values of a gated norm's attribute `activation`, and our functions' names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 # Fingerprints (see _fingerprint) of the forwards found in the known packages, by family. A new model's norm joins by

@@ -111,6 +111,43 @@ def test_every_public_name_is_in_the_reference():
     assert all(getattr(fused_layernorm, name).__doc__ for name in fused_layernorm.__all__) and compat.__doc__
 
 
+def test_references_of_the_tables_lead_to_the_same_argument():
+    """ "as in f" names a function whose argument has this type and default, and that describes it; of two functions that
+    differ in the norm alone the other one, where it describes it (dropout_p of a residual is x's, elsewhere y's)"""
+    page = (DOCS / "api.md").read_text()
+    sections = {part.split("`", 2)[1]: part for part in page.split("\n### ")[1:]}
+    checked = 0
+    for name in (function.__name__ for function in FUNCTIONS):
+        own = inspect.signature(getattr(fused_layernorm, name)).parameters
+        assert all(f"\n| `{argument}` | " in sections[name] for argument in own)
+        for argument, other in re.findall(r"\n\| `(\w+)` \| .*\| as in \[`(\w+)`\]", sections[name]):
+            theirs = inspect.signature(getattr(fused_layernorm, other)).parameters[argument]
+            assert argument == "shift" or theirs.default == own[argument].default, (name, argument)
+            assert argument == "shift" or theirs.annotation == own[argument].annotation, (name, argument)
+            assert f"| `{argument}` | " in sections[other] and "as in [" not in row_of(sections[other], argument)
+            sibling = name.replace("rms", "?").replace("layer", "rms").replace("?", "layer")
+            if argument in sections[sibling] and "as in [" not in row_of(sections[sibling], argument):
+                assert other == sibling or "_".join(name.split("_")[1:]) in ("layer_norm", "rms_norm"), (name, argument)
+            checked += 1
+    assert checked > 50
+
+
+def row_of(section, argument):
+    return next(line for line in section.splitlines() if line.startswith(f"| `{argument}` |"))
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS], ids=lambda f: f.__name__)
+def test_each_function_has_a_module(function):
+    """of the same name, with its parameters, that computes what the function does"""
+    name = "".join(part.capitalize() for part in function.__name__.split("_")).replace("Rms", "RMS")
+    torch.manual_seed(0)
+    module = getattr(fused_layernorm, name)(8)
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is inspect.Parameter.empty]
+    inputs = [torch.randn(2, 3, 8) for _ in needed]
+    found, wanted = module(*inputs), function(*inputs, weight=module.weight, eps=module.eps, normalized_shape=8)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 800 and len(text.splitlines()) <= 110
