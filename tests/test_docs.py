@@ -112,8 +112,8 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_references_of_the_tables_lead_to_the_same_argument():
-    """ "as in f" names a function whose argument has this type and default, and that describes it; of two functions that
-    differ in the norm alone the other one, where it describes it (dropout_p of a residual is x's, elsewhere y's)"""
+    """the argument there has this type and default, and a description. Two functions that differ only in the norm refer
+    to each other: dropout_p beside a residual is dropout of x, elsewhere of y"""
     page = (DOCS / "api.md").read_text()
     sections = {part.split("`", 2)[1]: part for part in page.split("\n### ")[1:]}
     checked = 0
