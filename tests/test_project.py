@@ -29,5 +29,11 @@ def test_newcomer_finds_the_commands_of_the_readme():
     ]
 
 
-def test_citation_names_the_version():
-    assert f"version: {fused_layernorm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_version_is_in_the_changelog_and_the_citation():
+    """with one date"""
+    version = re.escape(fused_layernorm.__version__)
+    (date,) = re.findall(
+        rf"^## \[{version}\] - (\d{{4}}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^version: {version}$", citation, re.MULTILINE) and f"date-released: {date}\n" in citation
