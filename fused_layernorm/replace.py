@@ -288,9 +288,9 @@ _TIMM_RMS_NORM = _Formula(eps="eps", like_torch=True)
 # Values of a gated norm's attribute `activation`, and our functions' names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
-# Fingerprints (see _fingerprint) of the forwards found in the known packages, by family. A new model's norm joins by
-# one line here, after its forward was read and put into the fields of _Formula, and one in tests/test_replace.py; the
-# report shows the fingerprint of a norm it does not know.
+# Fingerprints (see _fingerprint) of the forwards in the known packages, by family. To add a model's norm, read its
+# forward, describe it by the fields of _Formula in one line here, and add a line in tests/test_replace.py. The report
+# shows the fingerprint of an unknown norm.
 _FORMULAS: dict[str, _Formula] = {
     # x_hat rounded to x's dtype, then multiplied by weight: Llama, Mistral, Qwen2, Qwen3, DeepSeek-V3, ...
     "3e93015547c4": _Formula(promotes=True, note=_ROUNDS_TWICE),
@@ -347,7 +347,7 @@ _FORMULAS: dict[str, _Formula] = {
 
 
 def formula_of(cls: type) -> _Formula | None:
-    """What the forward of this class computes; None where its code is not known."""
+    """The formula of this class's forward; None if its code is unknown."""
     return _FORMULAS.get(_class_fingerprint(cls) or "")
 
 
@@ -356,20 +356,20 @@ def _class_fingerprint(cls: type) -> str | None:
         return None
     code = getattr(cls.forward, "__code__", None)
     if code and "super" in code.co_names and cls.__mro__[1] is not nn.LayerNorm:
-        return None  # what it calls is not to be seen in its text
+        return None  # its text does not show the code it calls
     return _fingerprint(cls.forward, getattr(cls, "_norm", None))
 
 
-# What the known forwards call, where their modules have a global of that name.
+# The globals that the known forwards use must have these values.
 _MEANT = {"torch": torch, "nn": nn, "F": F, "rms_norm": F.rms_norm}
 
 
 @functools.cache
 def _fingerprint(forward: Callable, helper: Callable | None) -> str | None:
-    """Hash of the code of a forward and its helper, blind to comments, annotations and names of local variables.
+    """Hash of the code of a forward and its helper, without comments, annotations and names of local variables.
 
-    None where there is no source to read. Reading the code object, not the function, keeps inspect from looking through
-    a wrapper that changes what is computed.
+    None if there is no source. Reading the code object, not the function, keeps inspect from looking through a wrapper
+    that changes the computation.
     """
     texts = []
     for function in (forward, helper):
@@ -407,7 +407,7 @@ def _canonical(function: ast.FunctionDef) -> str:
 
 
 class _FusedKnownNorm:
-    """Mixed in before a norm class that is not torch's: its attributes, our forward."""
+    """Mixin before a norm class that is not torch's: the attributes of that class, our forward."""
 
     original_class: type
     formula: _Formula
@@ -425,7 +425,7 @@ class _FusedKnownNorm:
         return fused_forward(self, self.formula, x, gate)
 
     def __reduce_ex__(self, protocol):
-        # Pickle finds classes by name, and this one is made at run time: it is made again from the original.
+        # Pickle finds classes by name. This class is made at run time, so loading makes it again from the original.
         return _new_module, (self.original_class,), self.__dict__
 
 
@@ -433,7 +433,7 @@ _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes_fused(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | None = None) -> bool:
-    """Whether x and gate, with the weight of `module`, are such that one pass gives what `formula` says."""
+    """Whether one pass can compute `formula` for x and gate with the weight of `module`."""
     if gate is None:
         if formula.needs_gate:
             return False
@@ -458,7 +458,7 @@ def fused_forward(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor 
     if channels_first:
         x = x.permute(0, 2, 3, 1)
     groups = _groups(module, formula, x)
-    if groups:  # weight then has a value for each of their columns, as for heads
+    if groups:  # weight then has a value for each column of each group, as for heads
         x, gate, weight = (t if t is None else t.unflatten(-1, groups) for t in (x, gate, weight))
     eps = getattr(module, formula.eps) if isinstance(formula.eps, str) else formula.eps
     options = {
@@ -478,7 +478,7 @@ def fused_forward(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor 
 
 
 def _groups(module: nn.Module, formula: _Formula, x: Tensor) -> list[int] | None:
-    """The sizes that x's last dimension is cut into; None for one group of them all."""
+    """The sizes into which x's last dimension is split; None for one group."""
     if formula.groups is None:
         return None
     sizes = [getattr(module, size) if isinstance(size, str) else size for size in formula.groups]
@@ -492,6 +492,6 @@ def _fused_class(original: type) -> type:
 
 
 def _new_module(original: type) -> nn.Module:
-    # A model saved with one version of transformers may be loaded with another, whose norm is not known.
+    # A model saved with one version of transformers may be loaded with another, whose norm is unknown.
     cls = _fused_class(original) if formula_of(original) else original
     return cls.__new__(cls)

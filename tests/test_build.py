@@ -641,7 +641,7 @@ def test_jit_that_fails(fake, monkeypatch):
     with pytest.raises(ImportError, match="FUSED_LAYERNORM_JIT=1: no ninja"):
         _backend._load("auto", strict=True, compile_missing=True)
     fake("fused_layernorm_cpu", {**record("fused_layernorm_cpu"), "csrc_hash": "of others"})
-    with pytest.warns(RuntimeWarning, match="What there is without it is used"):
+    with pytest.warns(RuntimeWarning, match="Existing kernels are used instead"):
         assert _backend._load("auto", strict=False, compile_missing=True).backend == "cpu"  # better stale than none
 
 
