@@ -132,7 +132,7 @@ def make_page() -> str:
              "Which kernel runs a call: [fusions](fusions.md).\n\n"]  # fmt: skip
     for title, names in (("Functions", FUNCTIONS), ("Modules", MODULES), ("Whole models", MODELS)):
         parts += [f"## {title}\n\n", *map(described, names)]
-    parts += [f"## Apex's names\n\n`fused_layernorm.compat`: {markdown(inspect.getdoc(compat)).strip()}\n\n"]
+    parts += [f"## Apex names\n\n`fused_layernorm.compat`: {markdown(inspect.getdoc(compat)).strip()}\n\n"]
     parts += ["## The build\n\n", *map(described, BUILD)]
     return re.sub(r"\n{3,}", "\n\n", "".join(parts)).strip() + "\n"
 
