@@ -59,21 +59,21 @@ def _mismatch(info: dict) -> str | None:
 
 
 def _build_record(folder: Path) -> dict:
-    """What setup.py wrote for the build in `folder`: BUILDS (by file name of an extension), NOT_BUILT (why none)."""
+    """The record that setup.py wrote in `folder`: BUILDS (by file name of an extension), NOT_BUILT (why none)."""
     path = folder / "fused_layernorm" / "_build_info.py"
     return runpy.run_path(str(path)) if path.exists() else {}
 
 
 def _installed(name: str) -> Any:
-    """The spec of an extension that was installed, or None."""
+    """The spec of an installed extension, or None."""
     spec = importlib.util.find_spec(name)
     return spec if spec is not None and spec.origin is not None else None
 
 
 def _compiled_here(name: str) -> Any:
-    """The spec of an extension that build() left in torch's cache, or None. One of other sources is no extension."""
+    """The spec of the extension that build() compiled from these sources into torch's extension cache, or None."""
     path = jit.library(name)
-    if not os.path.exists(path):  # as a folder that may not be read: the cache of another user's HOME
+    if not os.path.exists(path):  # also false for a folder without read permission, such as another user's HOME
         return None
     spec = importlib.util.spec_from_file_location(name, path)
     info = _record_of(spec)
@@ -81,8 +81,8 @@ def _compiled_here(name: str) -> Any:
 
 
 def _record_of(spec) -> dict | None:
-    # The record lies beside the extension, which need not be beside this file: running from a source folder that is
-    # not installed, Python takes the package from there and the extension from site-packages.
+    # The record is next to the extension, not always next to this file: in a source folder that is not installed,
+    # Python imports the package from there and the extension from site-packages.
     origin = Path(spec.origin)
     return _build_record(origin.parent).get("BUILDS", {}).get(origin.name)
 

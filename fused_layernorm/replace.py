@@ -91,8 +91,8 @@ def replace_norms(
     transformers and diffusers, timm and torchvision whose forward is a known formula. The code of the forward is
     compared, not its name. Known are Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, the
     gated norms of Mamba 2, Qwen3-Next, Kimi Linear and Falcon-H1, and LayerNorms over the channels of images. All other
-    norms are left unchanged, and the report gives the reason: other subclasses, parametrized modules, instances with a
-    forward of their own, sharded or quantized weights. docs/models.md lists the tested models.
+    norms are left unchanged, and the report gives the reason: other subclasses, parametrized modules, instances
+    with their own forward, sharded or quantized weights. docs/models.md lists the tested models.
 
     Only `module.__class__` changes, to a subclass of the original (and numpy ints in normalized_shape become Python
     ints). Parameters stay the same objects, so an existing optimizer keeps working. state_dict keys, hooks and names
@@ -170,7 +170,7 @@ def restore_norms(model: nn.Module) -> ReplaceReport:
         cls = type(module)
         original = cls.original_class if _FusedKnownNorm in cls.__bases__ else originals.get(cls)
         if original is not None and "forward" in vars(module):  # such as accelerate's hooks, around the fused one
-            entries.append(NormEntry(", ".join(aliases), cls.__name__, None, "this instance has a forward of its own"))
+            entries.append(NormEntry(", ".join(aliases), cls.__name__, None, "this instance has its own forward"))
         elif original is not None:
             entries.append(NormEntry(", ".join(aliases), cls.__name__, original.__name__))
             module.__class__ = original
@@ -218,7 +218,7 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
     if nn.utils.parametrize.is_parametrized(module):
         return None, "parametrized"
     if "forward" in vars(module):
-        return None, "this instance has a forward of its own"
+        return None, "this instance has its own forward"
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) is not nn.Parameter:
             return None, f"its {name} is a {type(parameter).__name__}: replace before sharding or quantizing"
@@ -226,7 +226,7 @@ def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
             return None, f"its {name} is {parameter.dtype}"
     if cls in _TORCH_CLASSES:
         if "weight" not in module._parameters:
-            return None, "its weight is not a Parameter of its own (sharded or reparametrized)"
+            return None, "its weight is not a Parameter of the module (sharded or reparametrized)"
         return _TORCH_CLASSES[cls], ""
     if package not in _KNOWN_PACKAGES:
         base = next((base.__name__ for base in _TORCH_CLASSES if issubclass(cls, base)), None)
@@ -250,7 +250,7 @@ def why_not(module: nn.Module, formula: _Formula) -> str | None:
     if formula.has_weight:
         weight = module._parameters.get("weight")
         if weight is None and getattr(module, "weight", None) is not None:
-            return "its weight is not a Parameter of its own (sharded or reparametrized)"
+            return "its weight is not a Parameter of the module (sharded or reparametrized)"
     if formula.gates and getattr(module, "activation", "silu") not in _ACTIVATIONS:
         return f"its gate has the activation {module.activation!r}"
     return None
