@@ -1236,6 +1236,17 @@ def test_a_small_run_writes_its_records(tmp_path, capsys):
     assert "layer_norm, fp32, forward" in printed and "\033" not in printed  # colours are for terminals
 
 
+def test_a_build_that_has_ended_is_not_other_work(monkeypatch):
+    """work is measured now: the load average remembers the build for minutes"""
+    monkeypatch.setattr(os, "getloadavg", lambda: (16.0, 16.0, 16.0))
+    idle = iter(["cpu  900 0 90 1000 10 0 0 0 0 0", "cpu  900 0 90 1050 10 0 0 0 0 0"])
+    monkeypatch.setattr(Path, "read_text", lambda path: next(idle))
+    assert busy_cores(0.01) == 0
+    busy = iter(["cpu  900 0 90 1000 10 0 0 0 0 0", "cpu  950 0 90 1000 10 0 0 0 0 0"])
+    monkeypatch.setattr(Path, "read_text", lambda path: next(busy))
+    assert busy_cores(0.5) == 50 / os.sysconf("SC_CLK_TCK") / 0.5
+
+
 def test_norms_of_a_sum(capsys):
     for residual in ("x", "fp32"):
         arguments = ["--op", "add_layer_norm,add_rms_norm", "--shapes", "3x64", "--dtype", "fp32,bf16"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_layernorm
-from fused_layernorm import compat
+from fused_layernorm import compat, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -158,10 +158,17 @@ def test_the_readme_is_short():
     assert text.count(placeholder) == 1 and not any(placeholder in path.read_text() for path in others)
 
 
-def test_the_first_code_of_the_readme_runs(capsys):
+def test_the_first_code_of_the_readme_runs(capsys, monkeypatch):
+    """and its model calls our norms, also in eval mode without gradients, where torch's fast path would not"""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    exec(code, {})
+    names = {}
+    exec(code, names)
     assert "replaced" in capsys.readouterr().out
+    calls, norm = [], modules.fused_layer_norm
+    monkeypatch.setattr(modules, "fused_layer_norm", lambda *given, **named: calls.append(1) or norm(*given, **named))
+    with torch.no_grad():
+        names["model"].eval()(torch.randn(5, 2, 768), torch.randn(5, 2, 768))
+    assert len(calls) == 3
 
 
 @pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="operators need the compiled extension")
