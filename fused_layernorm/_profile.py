@@ -41,20 +41,18 @@ class ProfileReport:
         before = self.step_ms[0]
         if not self.calls:
             return (
-                "No norm module was called: there is nothing to replace. (Torch's own fast paths read a norm's weights "
-                "instead, and calls of functions are not seen.)"
+                "No norm module was called: there is nothing to replace. (PyTorch's fast path bypasses norm modules, "
+                "and calls of functions are not recorded.)"
             )
         if not self.norms.replaced:
-            return "Nothing can be saved: none of these norms can be replaced."
+            return "No saving: none of these norms can be replaced."
         if abs(self.saved_ms) <= self.noise_ms:
             found = f"{self.saved_ms:+.3g} ms a step, noise {self.noise_ms:.2g} ms"
-            share = self.norms_ms[0] / before  # each alone, a norm may take longer than in the step
-            most = f"Norms are about {share:.0%} of the step: more than that cannot be had." if share < 0.95 else ""
-            return f"Saves nothing that can be measured: {found}. {most}".rstrip()
+            share = self.norms_ms[0] / before  # a norm alone may take longer than in the step
+            most = f"Norms take about {share:.0%} of the step, the most that could be saved." if share < 0.95 else ""
+            return f"No measurable saving: {found}. {most}".rstrip()
         if self.saved_ms < 0:
-            return (
-                f"Costs {-self.saved_ms:.3g} ms a step ({-self.saved_ms / before:.1%}): leave these norms as they are."
-            )
+            return f"Costs {-self.saved_ms:.3g} ms a step ({-self.saved_ms / before:.1%}): keep the original norms."
         return f"Saves {self.saved_ms:.3g} ms a step ({self.saved_ms / before:.1%})."
 
     def __str__(self) -> str:
