@@ -119,7 +119,8 @@ def described(name: str) -> str:
     if "Returns" in sections:
         text += f"**Returns** {markdown(inspect.cleandoc(sections['Returns']))}\n\n"
     elif not inspect.isclass(thing):
-        text += f"**Returns** `{inspect.signature(thing).return_annotation}`\n\n"
+        kind = inspect.signature(thing).return_annotation
+        text += f"**Returns** `{kind if isinstance(kind, str) else kind.__name__}`\n\n"
     text += f"{markdown(tail).strip()}\n\n" if tail.strip() else ""
     if "Raises" in sections:
         errors = [[f"`{error}`", cell(when)] for error, when in entries(sections["Raises"])]
