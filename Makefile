@@ -1,20 +1,21 @@
 # make help: this page.
-# make test, make bench: set up everything in a virtual environment (first time: minutes), then run.
-# make fuzz: thousands of new random cases a test (FUZZ=n: so many; FUZZ_DEVICE=cuda: on the GPU).
-# make audit: known vulnerabilities and licences of what is installed in the environment.
-# make test-models: the same for replace_norms on models of other packages, which it installs.
-#   PYTHON=python3.12   the Python that the environment is made with
-#   TORCH=torch==2.14.1 the torch that is installed, where the environment has none
+# make test, make bench: set up a virtual environment with torch and the build (first time: minutes), then run.
+# make test-models: replace_norms on models of other packages, which it installs.
+#   PYTHON=python3.12   the Python that creates the environment
+#   TORCH=torch==2.14.1 the torch to install if the environment has none
 #   VENV=path           the environment
-#   ARGS="-k gradcheck"   more arguments for pytest or the benchmark
-#   WORKERS=4           processes that the tests run in, each with one thread; 0: in one, with all threads
-# make wheel: into dist/, for every torch from 2.11 on and every Python; with the CUDA kernels where nvcc is.
-# make nvcc: the CUDA compiler as Python packages, into the environment, for a CUDA torch on a machine without a toolkit.
-# make sdist: the sources as a package, into dist/.
-# make newcomer: a fresh clone, README's commands, the examples and the wheel, with their seconds (up to an hour).
-# make site: the documentation as HTML, in build/site; a warning, such as a link that leads nowhere, is an error.
-# make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), made from examples/template.
+#   ARGS="-k gradcheck" more arguments for pytest or the benchmark
+#   WORKERS=4           number of test processes with one thread each; 0: one process with all threads
+# make fuzz: thousands of new random cases for each test (FUZZ=n: this many; FUZZ_DEVICE=cuda: on the GPU).
+# make audit: known vulnerabilities and licences of the packages in the environment.
+# make wheel: a wheel in dist/ for every torch from 2.11 on and every Python; with CUDA kernels if there is nvcc.
+# make nvcc: install the CUDA compiler from Python packages, for a CUDA torch on a machine without a toolkit.
+# make sdist: a source package in dist/.
+# make newcomer: README's commands, the examples and the wheel in a fresh clone, with their seconds (up to an hour).
+# make site: the documentation as HTML in build/site; warnings, such as a dead link, are errors.
+# make new-op NAME=fast_gelu: an operator of your own in examples/ (DEST=folder: there), from examples/template.
 # make record: tests and benchmark on this machine's card, into benchmarks/results/ (OUT=folder: there).
+# make lint, make format: check or apply the formatters; make clean, make distclean: remove builds, and the environment.
 # To use a Python that already has torch: pip install --no-build-isolation -e ".[test]", then make test-here.
 
 help:
@@ -23,12 +24,12 @@ help:
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Without a card: a version whose CPU build pip can find on an index that has one; with a card: the newest.
+# Without a card: a version with a CPU build that pip can find; with a card: the newest.
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 
-# With a card: one, as tests measure its memory, and some fill it.
+# With a card: one process, because tests measure its memory, and some fill it.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
-# worksteal: tests of one file stay in one process for the most part, and share its fixtures.
+# worksteal: most tests of a file stay in one process and share its fixtures.
 PYTEST = $(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
   $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal)
 
@@ -82,7 +83,7 @@ test-models-here:
 bench-here:
 	$(PYTHON) test_benchmark.py $(ARGS)
 
-# A folder of its own for each card, named after it.
+# One folder for each card, named after it.
 record:
 	@out="$(OUT)"; card=$$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1); \
 	if [ -z "$$card" ]; then echo "no NVIDIA card is here"; exit 1; fi; \
@@ -121,14 +122,14 @@ $(BUILT): $(TORCHED) $(BUILD_INPUTS)
 	$(BIN)/python -m fused_layernorm
 	touch $@
 
-# What the extra `test` asks for, without another build.
+# The packages of the extra `test`, without another build.
 $(TESTED): $(BUILT)
 	$(BIN)/python -c "import importlib.metadata as m; print(*(r.split(';')[0].strip() for r in \
 	  m.requires('fused_layernorm') if r.endswith('extra == \"test\"')), sep='\n')" > $(VENV)/test.txt
 	$(BIN)/python -m pip install -r $(VENV)/test.txt
 	touch $@
 
-# The versions of the formatters stand in .pre-commit-config.yaml.
+# .pre-commit-config.yaml has the versions of the formatters.
 $(TOOLS): .pre-commit-config.yaml | $(BIN)/python
 	$(BIN)/python -m pip install \
 	  $$(grep -oE '(ruff|clang-format|clang-tidy|mypy)==[0-9.]+' .pre-commit-config.yaml | sort -u)

@@ -1,19 +1,19 @@
-"""Builds fused_layernorm_cuda (CUDA and CPU kernels), or fused_layernorm_cpu where CUDA cannot be had, or no extension.
+"""Builds fused_layernorm_cuda (CUDA and CPU kernels), fused_layernorm_cpu if CUDA is missing, or no extension.
 
 Environment variables:
-  USE_CUDA=0                leave the CUDA kernels out
-  FORCE_CUDA=1              fail, rather than build without the CUDA kernels
+  USE_CUDA=0                do not build the CUDA kernels
+  FORCE_CUDA=1              fail if the CUDA kernels cannot be built
   DEBUG=1                   -O0 -g, device code with -G
   TORCH_CUDA_ARCH_LIST      such as "9.0" or "8.0;9.0+PTX"; default: the visible cards, or toolchain.DEFAULT_ARCHS
   CUDA_HOME                 the CUDA toolkit; default: found from nvcc on PATH, /usr/local/cuda, the nvidia packages
-  MAX_JOBS                  compilers that run at once (with ninja; default: one a core)
+  MAX_JOBS                  number of parallel compilers (with ninja; default: one per core)
   FUSED_LAYERNORM_PTXAS=1   print the registers and spills of every kernel
   FUSED_LAYERNORM_LINEINFO=1  -lineinfo: profilers and sanitizers name source lines, the extension triples in size
-  FUSED_LAYERNORM_WHEEL=1   a wheel to hand on (make wheel), for every torch from 2.11 on and every Python: libraries
-                            (fused_layernorm/_build/stable.py) in place of the extension
+  FUSED_LAYERNORM_WHEEL=1   a wheel for distribution (make wheel), for every torch from 2.11 on and every Python, with
+                            libraries (fused_layernorm/_build/stable.py) instead of the extension
 
-The torch that the extension is built for is the one in the environment that will use it: pyproject.toml names no torch
-as a build requirement, or an isolated build would fetch another one and compile for that.
+The extension is built for the torch of the environment that will use it. pyproject.toml requires no torch for the
+build, because an isolated build would download another torch and compile for that.
 """
 
 import os
@@ -52,8 +52,8 @@ def shout(*lines: str) -> None:
 
 
 def target_site_packages() -> list[str]:
-    """Where the packages of this interpreter's environment lie. An isolated build by pip runs the interpreter of the
-    target environment with those folders taken off sys.path; this finds them again."""
+    """The package folders of this interpreter's environment. An isolated build by pip runs the interpreter of the
+    target environment without these folders on sys.path."""
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     config = Path(sys.prefix) / "pyvenv.cfg"
     in_venv = config.exists()
@@ -63,7 +63,7 @@ def target_site_packages() -> list[str]:
 
 
 def check_version(package: str, version: str, oldest: tuple[int, int]) -> None:
-    """Stop below the oldest version that is supported: pip would compile first, and then replace what is there."""
+    """Stop below the oldest supported version: otherwise pip would compile first and then replace the package."""
     if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < oldest:
         wanted = ".".join(map(str, oldest))
         raise SystemExit(f"fused_layernorm needs {package} {wanted} or newer, and this is {package} {version}: "
@@ -76,7 +76,7 @@ def import_torch():
             if not (Path(folder) / "torch" / "version.py").exists():
                 continue
             sys.path.append(folder)
-            # ninja may be installed there as well, with its command beside that environment's Python.
+            # ninja may be installed there too, with its command next to that environment's Python.
             os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
         try:
             import torch
@@ -89,18 +89,18 @@ def import_torch():
     raise CannotBuild("no torch was found when it was built; with torch installed, build it again")
 
 
-# ---- what to build ---------------------------------------------------------------------------------------------------
+# ---- the extension ---------------------------------------------------------------------------------------------------
 
 
 def without_folders(torch) -> list[str]:
-    """Flags that keep the folders of this machine out of the extension, so that a build in another folder is the same
-    file: error messages hold the names of source files."""
+    """Flags that keep this machine's folders out of the extension, so that a build in another folder gives the same
+    file. Error messages contain the names of source files."""
     torch_home = Path(torch.__file__).resolve().parent.parent
     return [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, torch_home)]
 
 
 def recipe_of(torch) -> dict:
-    """toolchain.recipe() for these sources; says where there are no CUDA kernels, or stops. Raises CannotBuild."""
+    """toolchain.recipe() for these sources; reports missing CUDA kernels, or stops. Raises CannotBuild."""
     recipe = toolchain.recipe(torch, ROOT / "csrc")
     if recipe["no_cuda"]:
         if toolchain.flag("FORCE_CUDA"):
@@ -114,7 +114,7 @@ def make_extension(torch) -> tuple[object, dict]:
     recipe = recipe_of(torch)
     from torch.utils import cpp_extension
 
-    # The record of the build leaves the folders out, for the same reason.
+    # The build record omits the folders for the same reason.
     flags = recipe["flags"] | {"cxx": recipe["flags"]["cxx"] + without_folders(torch)}
     settings = {
         "sources": [path.relative_to(ROOT).as_posix() for path in recipe["sources"]],
@@ -133,7 +133,7 @@ def make_extension(torch) -> tuple[object, dict]:
 
 
 def link_runtime_by_version(extension, torch_cuda: str) -> None:
-    """The CUDA runtime that comes as a Python package has no libcudart.so, only the versioned name: link that."""
+    """The CUDA runtime of the Python packages has no libcudart.so, only a versioned name: link that."""
     folders = [Path(folder) for folder in extension.library_dirs]
     versioned = f"libcudart.so.{torch_cuda.split('.')[0]}"
     if not any((folder / "libcudart.so").exists() for folder in folders) and "cudart" in extension.libraries:
@@ -142,11 +142,11 @@ def link_runtime_by_version(extension, torch_cuda: str) -> None:
             extension.extra_link_args.append(f"-l:{versioned}")
 
 
-# ---- the record of the build, and the commands that write it ---------------------------------------------------------
+# ---- the build record, and the commands that write it ----------------------------------------------------------------
 
 
 def earlier_builds(folder: Path) -> dict:
-    """Builds recorded in a source folder for extensions that are still there (for another Python or torch)."""
+    """The recorded builds in a source folder whose extensions still exist (for another Python or torch)."""
     path = folder / "fused_layernorm" / "_build_info.py"
     try:
         builds = runpy.run_path(str(path))["BUILDS"]
@@ -157,7 +157,7 @@ def earlier_builds(folder: Path) -> dict:
 
 def make_build_py(not_built: str | None):
     class BuildPy(build_py):
-        """Ships csrc/ inside the package; never the record of an earlier build in this folder, but one where no
+        """Copies csrc/ into the package. Omits the record of an earlier build in this folder, and writes one if no
         extension is built."""
 
         def find_package_modules(self, package, package_dir):
@@ -183,8 +183,8 @@ def make_build_ext(record: dict, temporary: Path):
     class BuildExt(BuildExtension):
         def finalize_options(self):
             super().finalize_options()
-            # setuptools would keep a library that is newer than the sources, also one built for another torch or with
-            # other flags. ninja sees both, if objects of one torch are kept apart from those of another.
+            # setuptools would keep a library that is newer than the sources, even for another torch or other flags.
+            # ninja detects both if each torch has its own folder of objects.
             self.force = True
             self.build_temp = str(temporary)
 
@@ -201,7 +201,7 @@ def make_build_ext(record: dict, temporary: Path):
 
 
 def make_wheel_commands(torch) -> dict:
-    """Commands for FUSED_LAYERNORM_WHEEL=1: the libraries of _build/stable.py in place of an extension."""
+    """Commands for FUSED_LAYERNORM_WHEEL=1: the libraries of _build/stable.py instead of an extension."""
     from setuptools.command.bdist_wheel import bdist_wheel
     from setuptools.command.build_ext import build_ext
 
@@ -231,10 +231,10 @@ def make_wheel_commands(torch) -> dict:
 
 
 def main() -> None:
-    # Its own bdist_wheel; before, the package wheel had it, and setuptools asks for it also to write metadata.
+    # setuptools has bdist_wheel from this version on, and needs it also for metadata; before, package wheel had it.
     if {"bdist_wheel", "editable_wheel", "dist_info"} & set(sys.argv[1:]) and find_spec("wheel") is None:
         check_version("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
-    if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist: no need to look at torch and compilers
+    if not BUILDING_COMMANDS & set(sys.argv[1:]):  # metadata or an sdist need neither torch nor compilers
         setup(**COMMON, cmdclass={"build_py": make_build_py(None)})
         return
     try:

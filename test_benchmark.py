@@ -1,4 +1,4 @@
-"""How fast is it? fused_layernorm against PyTorch (and other providers) on this machine's GPU, or on its CPU.
+"""Times fused_layernorm against PyTorch and other providers on this machine's GPU, or on its CPU.
 
     python test_benchmark.py                                    the small shapes, then LLM shapes
     python test_benchmark.py --shapes sweep --dtype bf16,fp32   hidden sizes 256 to 262144, 256 MiB of x each
@@ -8,7 +8,7 @@
     python test_benchmark.py --shapes sweep --providers all --record benchmarks/results/my_gpu --plot
     python test_benchmark.py --plot benchmarks/results/my_gpu/benchmark_DATE.json
 
-benchmarks/README.md says what the numbers mean and how to repeat a recorded run.
+benchmarks/README.md explains the numbers and how to repeat a recorded run.
 """
 
 from __future__ import annotations
@@ -988,9 +988,7 @@ def write_records(bench, args):
         Path(args.json).write_text(document)
         print(f"wrote {args.json}")
     if args.record:
-        folder = Path(args.record)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"benchmark_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
+        path = Path(args.record) / f"benchmark_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
         path.write_text(document)
         written.append(path)
         with path.with_suffix(".csv").open("w", newline="") as file:
@@ -1093,7 +1091,7 @@ def parse_arguments(arguments):
         metavar="LIST",
         default=None,
         help="small, llm, sweep (256 MiB of x at each hidden size), huge (few long rows), narrow (2^20 rows and more "
-        "of 64 and 128), ROWSxHIDDEN; by commas. Beside small, the other groups are timed on the GPU alone",
+        "of 64 and 128), ROWSxHIDDEN; by commas. With small, the other groups have GPU times only",
     )
     several("--direction", ["forward", "backward"], list(DIRECTIONS), "what is timed; default: forward,backward")
     parser.add_argument(
@@ -1101,7 +1099,7 @@ def parse_arguments(arguments):
         type=lambda text: list(PROVIDERS) if text == "all" else text.split(","),
         default=["fused", "torch"],
         metavar="A,B",
-        help="who is timed, or all; default: fused,torch; skipped by name where not to be had",
+        help="providers to time, or all; default: fused,torch; missing ones are skipped by name",
     )
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of the GPU times; default: 20")
     parser.add_argument("--json", metavar="FILE", help="write meta and results as JSON")
@@ -1111,16 +1109,26 @@ def parse_arguments(arguments):
         nargs="?",
         const=True,
         metavar="FILE",
-        help="draw PNGs beside this run's record; or, measuring nothing, beside the record FILE",
+        help="draw PNGs next to this run's record; with FILE: measure nothing, draw that record",
     )
     parser.add_argument("--warm", type=int, metavar="N", help="only fill the compile caches, in N processes")
     parser.add_argument("--warm-part", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels; default: torch's choice")
     args = parser.parse_args(arguments)
     if args.plot is True and not (args.record or args.json):
-        parser.error("--plot after a run needs --record or --json, beside which the PNGs go")
+        parser.error("--plot after a run needs --record or --json, for the folder of the PNGs")
     if isinstance(args.plot, str) and not Path(args.plot).is_file():
         parser.error(f"--plot: no such file, {args.plot}")
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    for option, folder in (("--record", args.record), ("--json", args.json and Path(args.json).parent)):
+        if folder is not None:  # before anything is timed
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                parser.error(f"{option}: {folder} cannot be created ({error.strerror})")
+            if not os.access(folder, os.W_OK):
+                parser.error(f"{option}: {folder} cannot be written")
     args.dtype = args.dtype or (["bf16"] if HAS_CUDA else ["fp32"])
     return args
 
@@ -1196,11 +1204,11 @@ def main(arguments=None):
     for name in args.providers:
         if name not in PROVIDERS:
             bench.note(f"{name}: skipped: no such provider; there are {', '.join(PROVIDERS)}")
-    where = torch.cuda.get_device_name() if HAS_CUDA else f"CPU ({torch.get_num_threads()} threads), for want of a GPU"
+    where = torch.cuda.get_device_name() if HAS_CUDA else f"CPU ({torch.get_num_threads()} threads), no GPU found"
     print(f"fused_layernorm {fused_layernorm.__version__}, backend {fused_layernorm.backend()}, "
           f"torch {torch.__version__}, on {where}\n")  # fmt: skip
     if not HAS_CUDA and busy_cores() > 0.25 * (os.cpu_count() or 1):
-        print("Other programs are busy on this CPU: read its times with care.\n")
+        print("Other programs use this CPU: the times are unreliable.\n")
     measured = print_small_shapes(bench) if default else []
     print_cells(bench, [cell for cell in cells if cell not in measured])
     if host_cells:
@@ -1226,6 +1234,17 @@ def test_a_small_run_writes_its_records(tmp_path, capsys):
     assert sorted(path.suffix for path in (tmp_path / "records").iterdir()) == [".csv", ".json"]
     printed = capsys.readouterr().out
     assert "layer_norm, fp32, forward" in printed and "\033" not in printed  # colours are for terminals
+
+
+def test_a_build_that_has_ended_is_not_other_work(monkeypatch):
+    """work is measured now: the load average remembers the build for minutes"""
+    monkeypatch.setattr(os, "getloadavg", lambda: (16.0, 16.0, 16.0))
+    idle = iter(["cpu  900 0 90 1000 10 0 0 0 0 0", "cpu  900 0 90 1050 10 0 0 0 0 0"])
+    monkeypatch.setattr(Path, "read_text", lambda path: next(idle))
+    assert busy_cores(0.01) == 0
+    busy = iter(["cpu  900 0 90 1000 10 0 0 0 0 0", "cpu  950 0 90 1000 10 0 0 0 0 0"])
+    monkeypatch.setattr(Path, "read_text", lambda path: next(busy))
+    assert busy_cores(0.5) == 50 / os.sysconf("SC_CLK_TCK") / 0.5
 
 
 def test_norms_of_a_sum(capsys):

@@ -1,7 +1,7 @@
-"""What a newcomer does, with its time: `python .ci/newcomer.py` (`make newcomer`).
+"""A newcomer's first commands, with their times: `python .ci/newcomer.py` (`make newcomer`).
 
-In a fresh clone of the last commit: the commands of README.md as they are printed there, each example briefly, and the
-wheel in a second environment. Prints a table of seconds; exits with 1 if a step fails. Minutes to an hour.
+Runs the commands of README.md in a fresh clone of the last commit, each example briefly, and the wheel in a second
+environment. Prints a table of seconds; exits with 1 if a step fails. Takes minutes to an hour.
 """
 
 import re
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = {  # those that need no model or data of others
+EXAMPLES = {  # examples that need no external model or data
     "train_char_gpt.py": "--quick",
     "bert_block.py": "--quick",
     "train_long.py": "--quick",

@@ -4,11 +4,12 @@ The record: `--shapes small,sweep,huge,narrow --direction forward,backward,call_
 not in it is not judged.
 """
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compare import read_record  # noqa: E402
 
 from test_benchmark import (  # noqa: E402
     DTYPES,
@@ -58,7 +59,7 @@ def is_large(cell):
 
 
 def main(path):
-    results = against_fastest_roof(json.loads(Path(path).read_text()))
+    results = against_fastest_roof(read_record(path))
     kinds = sorted({(r["op"], r["dtype"]) for r in results})
     header = ["", "target", *(" ".join(kind) for kind in kinds)]
     scores = Scores()
@@ -95,4 +96,6 @@ def main(path):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python benchmarks/check_targets.py RECORD.json")
     sys.exit(main(sys.argv[1]))

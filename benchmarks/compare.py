@@ -117,6 +117,17 @@ def compare(old_record, new_record, limit=None, floor_us=0.05):
     return 1 if slower else 0
 
 
+def read_record(path):
+    """A record of a benchmark; ends the program with a sentence if `path` is none."""
+    try:
+        record = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be read as a record: {error}") from None
+    if not (isinstance(record, dict) and isinstance(record.get("meta"), dict) and "results" in record):
+        raise SystemExit(f"{path} is no record of a benchmark: it has no meta and results")
+    return record
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
@@ -124,8 +135,7 @@ def main(arguments=None):
     parser.add_argument("--limit", type=float, metavar="PERCENT", help="exit with 1 if a cell is slower by more")
     parser.add_argument("--floor-us", type=float, default=0.05, metavar="US", help="and by more than this (0.05)")
     args = parser.parse_args(arguments)
-    old, new = (json.loads(path.read_text()) for path in (args.old, args.new))
-    return compare(old, new, args.limit, args.floor_us)
+    return compare(read_record(args.old), read_record(args.new), args.limit, args.floor_us)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The tables of figures in the documentation, from the newest records: `python benchmarks/figures.py [FOLDER]` prints
-that of docs/reliability.md for FOLDER (default: benchmarks/results, with what lies in it); --docs writes all of them
-into benchmarks/README.md, docs/fusions.md and docs/reliability.md."""
+"""The tables of figures in the documentation, made from the newest records. `python benchmarks/figures.py [FOLDER]`
+prints the table of docs/reliability.md for the records in FOLDER (default: benchmarks/results). --docs writes all
+tables into their pages."""
 
 import argparse
 import json
@@ -9,12 +9,33 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HEADING = "## Figures of the last recorded run\n"
 OURS_AND_TORCH = ("fused", "torch", "compile")
+MODELS = {"gpt_768": "GPT 768", "gpt_1600": "GPT 1600", "vit_1024": "ViT 1024", "bert_1024": "BERT 1024, post-norm",
+          "dit_1152": "DiT 1152", "llama_2048": "Llama 2048", "llama_4096": "Llama 4096",
+          "qwen3_2048": "Qwen3-like 2048"}  # fmt: skip
 SWEEP = (64, 256, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 131072, 262144)
 
 
 def newest(folder, pattern):
-    records = [json.loads(path.read_text()) for path in Path(folder).rglob(pattern)]
-    return max(records, key=lambda record: record["meta"]["date"], default=None)
+    return max(read(folder, pattern), key=lambda record: record["meta"]["date"], default=None)
+
+
+def read(folder, pattern):
+    return [json.loads(path.read_text()) for path in Path(folder).rglob(pattern)]
+
+
+def whole_models(folder, pattern):
+    """{(model, mode): {provider: entry}} of the newest csrc/ and card. A run that had no time left for a model has no
+    figures of it; then an earlier run's are taken, for all providers, as they are compared within one run."""
+    records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
+    found = {}
+    for record in records:
+        if all(record["meta"][key] == records[-1]["meta"][key] for key in ("csrc_hash", "gpu")):
+            entries = [entry for entry in record["results"] if entry["mode"] in ("eager", "compile")]
+            for model, mode in {(entry["model"], entry["mode"]) for entry in entries}:
+                run = {e["provider"]: e for e in entries if (e["model"], e["mode"]) == (model, mode)}
+                if run["torch"]["ms"] and run["replaced"]["ms"]:
+                    found[model, mode] = run
+    return found
 
 
 def fuzzing(record):
@@ -156,28 +177,82 @@ def add_rows(record):
             for op in ("add_layer_norm", "add_rms_norm") for direction in ("forward", "backward"))]  # fmt: skip
 
 
-# page, how its table begins, the records, the rows
+def gain(run, provider):
+    """torch's time of a step / the provider's, and the larger spread of the two; None without figures."""
+    torch, other = run.get("torch"), run.get(provider)
+    if not (torch and other and torch["ms"] and other["ms"]):
+        return None
+    return torch["ms"] / other["ms"], max(torch["spread"], other["spread"])
+
+
+def said(found):
+    """`gain` as a cell: in brackets if the repeats differ by more than the two providers do, or by more than 10%."""
+    if found is None:
+        return "-"
+    ratio, spread = found
+    return f"{ratio:.2f}" if spread < min(abs(ratio - 1), 0.1) else f"({ratio:.2f})"
+
+
+def model_rows(models):
+    """The table of README.md."""
+    for key, name in MODELS.items():
+        yield [name, *(said(gain(models.get((key, mode), {}), provider))
+                       for mode in ("eager", "compile") for provider in ("replaced", "fused"))]  # fmt: skip
+
+
+def model_details(models):
+    """The table of benchmarks/README.md: also the spread, and GPU time of the kernels of norms and adds."""
+    for key, name in MODELS.items():
+        row = [name]
+        for mode in ("eager", "compile"):
+            run = models.get((key, mode), {})
+            for provider in ("replaced", "fused", "liger"):
+                found = gain(run, provider)
+                if found is None:
+                    row.append("-")
+                    continue
+                on_gpu = run[provider]["norm_us"] / run["torch"]["norm_us"]
+                row.append(f"{said(found)} / {100 * found[1]:.1f}% / {on_gpu:.2f}")
+        yield row
+
+
+def builds(folder, pattern):
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
+
+
+def build_rows(records):
+    for r in records:
+        size = "-" if r["extension_bytes"] is None else f"{r['extension_bytes'] / 1e6:.1f} MB"
+        yield [r["arch_list"] or "CPU kernels only", str(r["cores"]), f"{r['wall_seconds']:.0f}",
+               f"{r['cpu_seconds']:.0f}", size, str(r["kernels"] or "-"), r["csrc_hash"]]  # fmt: skip
+    if not records:
+        yield ["not yet recorded", *["-"] * 6]
+
+
+# page, how its table begins, the records, how they are read, the rows
 TABLES = (
-    ("benchmarks/README.md", "| hidden size | bf16 forward", "benchmark_*.json", sweep_rows),
-    ("benchmarks/README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", huge_rows),
-    ("benchmarks/README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", small_rows),
-    ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", fusion_rows),
-    ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", add_rows),
+    ("README.md", "| training step", "models_*.json", whole_models, model_rows),
+    ("benchmarks/README.md", "| model | eager", "models_*.json", whole_models, model_details),
+    ("benchmarks/README.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
+    ("benchmarks/README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
+    ("benchmarks/README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
+    ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
+    ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
+    ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", newest, add_rows),
 )
 
 
 def pages(folder):
     """{name: the page with its tables}."""
-    found = {
-        name: (ROOT / name).read_text() for name in ("benchmarks/README.md", "docs/fusions.md", "docs/reliability.md")
-    }
-    for name, beginning, pattern, rows in TABLES:
+    names = ("README.md", "benchmarks/README.md", "docs/fusions.md", "docs/install.md", "docs/reliability.md")
+    found = {name: (ROOT / name).read_text() for name in names}
+    for name, beginning, pattern, records, rows in TABLES:
         lines = found[name].split("\n")
         (start,) = (i for i, line in enumerate(lines) if line.startswith(beginning))
         end = start + 2
         while lines[end].startswith("|"):
             end += 1
-        lines[start + 2 : end] = ["| " + " | ".join(row) + " |" for row in rows(newest(folder, pattern))]
+        lines[start + 2 : end] = ["| " + " | ".join(row) + " |" for row in rows(records(folder, pattern))]
         found[name] = "\n".join(lines)
     text = found["docs/reliability.md"]
     found["docs/reliability.md"] = f"{text[: text.index(HEADING)]}{HEADING}\n{table(folder)}"

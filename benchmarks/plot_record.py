@@ -4,7 +4,6 @@ Beside the record, for each op: the fraction of the roof against the hidden size
 and dtype: the launch-bound shapes, in GPU time and in time of the host.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compare import read_record  # noqa: E402
 
 from test_benchmark import (  # noqa: E402
     DIRECTIONS,
@@ -43,7 +44,7 @@ ROOF = {"forward": "of a copy", "backward": "of 2 reads, 1 write"}
 def plot_record(path):
     """Draws the record at `path`; yields the paths of the PNGs."""
     path = Path(path)
-    record = json.loads(path.read_text())
+    record = read_record(path)
     results = against_fastest_roof(record)
     where = f"{record['meta']['device']}, torch {record['meta']['torch']}"
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm for PyTorch, forward and backward, each fused into one pass over memory."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from . import _backend
 from ._build import source_hash
@@ -57,7 +57,8 @@ __all__ = [
 
 
 def backend() -> str:
-    """Which kernels this process loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch operations)."""
+    """The kernels that this process has loaded: "cuda" (CUDA and CPU kernels), "cpu", or "reference" (PyTorch
+    operations)."""
     return _backend.backend
 
 

@@ -1,6 +1,6 @@
 """`python -m fused_layernorm [--json]`: what is installed, which kernels run here, and why. Exit status 1: broken.
 
-`python -m fused_layernorm profile FILE.py:FUNCTION`: what the norms of a model cost, before and after replace_norms.
+`python -m fused_layernorm profile FILE.py:FUNCTION`: the cost of a model's norms before and after replace_norms.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def diagnose() -> dict:
                 f"the kernels were compiled for {build['arch_list']}, which does not run on {card['name']} "
                 f"({card['capability']}): set TORCH_CUDA_ARCH_LIST={card['capability']} and run {_backend.MEND}"
             )
-    # Not an error: the sources are here because someone works on them.
+    # Not an error: whoever has the sources may be changing them.
     stale = bool(build and now and build["csrc_hash"] != now)
     return {
         "fused_layernorm": __version__,
@@ -112,7 +112,7 @@ def print_diagnosis(found: dict) -> None:
     line("C++ compiler", found["compiler_problem"] or found["compiler"])
     for problem in found["problems"]:
         line("PROBLEM", problem)
-    print("\n".join(lines))  # at once: a pipe to `head` takes it all
+    print("\n".join(lines))  # in one write, for a pipe to `head`
 
 
 def call_target(target: str):
@@ -156,7 +156,7 @@ def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m fused_layernorm", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"fused_layernorm {__version__}")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
-    command = parser.add_subparsers(dest="command").add_parser("profile", help="what the norms of a model cost")
+    command = parser.add_subparsers(dest="command").add_parser("profile", help="the cost of a model's norms")
     command.add_argument("target", help="FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION that returns (model, batch)")
     command.add_argument("--train", action="store_true", help="forward and backward, of the model in train mode")
     command.add_argument("--device", help="move model and batch there first, such as cuda")

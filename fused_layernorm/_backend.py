@@ -1,11 +1,11 @@
-"""The sole importer of the compiled extension: finds, checks and loads it, and warns where there is none.
+"""The only importer of the compiled extension: finds, checks and loads it, and warns if there is none.
 
 `backend` is "cuda" (fused_layernorm_cuda: CUDA and CPU kernels), "cpu" (CPU kernels only) or "reference" (PyTorch
-operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference chooses by hand. An extension that does not fit
-the torch in this process is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError).
-An extension that build() left in torch's cache is tried after one that is installed; FUSED_LAYERNORM_JIT=1 compiles it
-there if neither fits (_build/jit.py). Without any, the libraries of the wheel (_build/stable.py) give the operators and
-all kernels, and the autograd node is that of Python.
+operations, reference.py). FUSED_LAYERNORM_BACKEND=cuda|cpu|reference requires one of them. An extension for another
+torch is never loaded: one warning says what to do (FUSED_LAYERNORM_STRICT=1: an ImportError). An installed extension
+goes before one that build() left in torch's extension cache; FUSED_LAYERNORM_JIT=1 compiles it there if neither fits
+(_build/jit.py). Without an extension the libraries of the wheel (_build/stable.py) provide the operators and all
+kernels, with the autograd node in Python.
 """
 
 import importlib
@@ -18,26 +18,26 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch  # before the extension: its libraries are what the extension is linked against
+import torch  # before the extension, which is linked against torch's libraries
 
 from ._build import jit, source_hash, stable, toolchain
 
 LIBRARIES = Path(__file__).resolve().parent / "lib"
 
-# In a source folder in place, as an extension there goes before one in site-packages.
+# In a source folder: in place, because an extension there goes before one in site-packages.
 _IN_SOURCES = (Path(__file__).resolve().parent.parent / "setup.py").exists()
 MEND = f"pip install --no-build-isolation --force-reinstall --no-deps {'-e ' if _IN_SOURCES else ''}."
 _MEND_SENTENCE = f'To mend this, run "{MEND}" in the source folder of fused_layernorm, or call fused_layernorm.build().'
 
 
 class _Loaded(NamedTuple):
-    extension: Any  # the module, or None: then the operators, if there are any, are those of `library`
+    extension: Any  # the module, or None: then `library` provides the operators, if any
     backend: str  # "cuda", "cpu", "reference"
     reason: str  # why this backend
     build_info: dict | None  # what setup.py recorded about the extension
-    problem: str | None  # an extension is there but does not work: which one, why, how to mend it
+    problem: str | None  # an extension exists but does not work: which one, why, what to do
     library: Path | None = None
-    library_module: Any = None  # the library as a Python module, where it is one (torch 2.14 on)
+    library_module: Any = None  # the library as a Python module (from torch 2.14 on)
 
 
 def _describe(version: str, cuda: str | None) -> str:
@@ -59,21 +59,21 @@ def _mismatch(info: dict) -> str | None:
 
 
 def _build_record(folder: Path) -> dict:
-    """What setup.py wrote for the build in `folder`: BUILDS (by file name of an extension), NOT_BUILT (why none)."""
+    """The record that setup.py wrote in `folder`: BUILDS (by file name of an extension), NOT_BUILT (why none)."""
     path = folder / "fused_layernorm" / "_build_info.py"
     return runpy.run_path(str(path)) if path.exists() else {}
 
 
 def _installed(name: str) -> Any:
-    """The spec of an extension that was installed, or None."""
+    """The spec of an installed extension, or None."""
     spec = importlib.util.find_spec(name)
     return spec if spec is not None and spec.origin is not None else None
 
 
 def _compiled_here(name: str) -> Any:
-    """The spec of an extension that build() left in torch's cache, or None. One of other sources is no extension."""
+    """The spec of the extension that build() compiled from these sources into torch's extension cache, or None."""
     path = jit.library(name)
-    if not os.path.exists(path):  # as a folder that may not be read: the cache of another user's HOME
+    if not os.path.exists(path):  # also false for a folder without read permission, such as another user's HOME
         return None
     spec = importlib.util.spec_from_file_location(name, path)
     info = _record_of(spec)
@@ -81,8 +81,8 @@ def _compiled_here(name: str) -> Any:
 
 
 def _record_of(spec) -> dict | None:
-    # The record lies beside the extension, which need not be beside this file: running from a source folder that is
-    # not installed, Python takes the package from there and the extension from site-packages.
+    # The record is next to the extension, not always next to this file: in a source folder that is not installed,
+    # Python imports the package from there and the extension from site-packages.
     origin = Path(spec.origin)
     return _build_record(origin.parent).get("BUILDS", {}).get(origin.name)
 
@@ -107,8 +107,8 @@ def _try_extension(spec, must_be_fresh: bool = False) -> tuple[Any, dict | None,
 
 
 def _needs_compiling(choice: str) -> bool:
-    """Whether FUSED_LAYERNORM_JIT=1 has something to do: nothing that is there was made of these sources for this
-    torch, or what is there leaves out CUDA where build() was never asked."""
+    """Whether FUSED_LAYERNORM_JIT=1 must compile: no extension was built from these sources for this torch, or the
+    installed one lacks CUDA and build() was never called."""
     for name in jit.NAMES[1:] if choice == "cpu" else jit.NAMES:
         if _compiled_here(name):
             return False
@@ -121,7 +121,7 @@ def _needs_compiling(choice: str) -> bool:
 
 
 def _load_library(choice: str) -> _Loaded | None:
-    """The operators of the wheel's libraries, loaded; None where there are none, or not those of `choice`."""
+    """Load the operators of the wheel's libraries; None if there are none, or none for `choice`."""
     path = LIBRARIES / stable.OPERATORS
     info = _build_record(Path(__file__).resolve().parent.parent).get("BUILDS", {}).get(path.name)
     if info is None or not path.exists():
@@ -131,11 +131,11 @@ def _load_library(choice: str) -> _Loaded | None:
     if choice == "cuda" and not has_cuda:
         return None
     module = None
-    is_free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # whose objects the limited API does not know
+    is_free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the limited API does not support its objects
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) and not is_free_threaded:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
-    # Two libraries that define the same operators do not go into one process
+    # One process cannot load two libraries that define the same operators
     elif not hasattr(torch.ops.fused_layernorm, "norm_forward"):
         torch.ops.load_library(str(path))
     reason = f"{path.name} loaded, for any torch"
@@ -145,18 +145,18 @@ def _load_library(choice: str) -> _Loaded | None:
 
 
 def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
-    """Pick a backend; `choice` is "auto" or a backend that must be had. Warns about an extension that is broken."""
+    """Select a backend; `choice` is "auto" or a required backend. Warns about a broken extension."""
     if choice not in ("auto", "cuda", "cpu", "reference"):
         raise ImportError(f"FUSED_LAYERNORM_BACKEND must be auto, cuda, cpu or reference, got {choice!r}")
     if choice == "reference":
         return _Loaded(None, "reference", "FUSED_LAYERNORM_BACKEND=reference", None, None)
 
-    fresh = compile_missing  # then what is stale is used only if it cannot be compiled anew
+    fresh = compile_missing  # then a stale extension is used only if compiling it again fails
     if compile_missing and _needs_compiling(choice):
         try:
             jit.build()
         except RuntimeError as error:
-            _complain(f"FUSED_LAYERNORM_JIT=1: {error}", "What there is without it is used.", strict)
+            _complain(f"FUSED_LAYERNORM_JIT=1: {error}", "Existing kernels are used instead, if there are any.", strict)
             fresh = False
 
     failures = []
@@ -178,8 +178,8 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
         reason = f"{name} loaded" if choice == "auto" else f"{name} loaded, FUSED_LAYERNORM_BACKEND={choice}"
         if backend == "cpu" and info and info.get("no_cuda"):
             reason += f"; no CUDA kernels: {info['no_cuda']}"
-        # One source folder may hold a build for a CUDA torch and one for a CPU torch: the one that does not fit is a
-        # problem only if this torch could have used it, and this build does not say why it has no CUDA kernels.
+        # One source folder may hold a build for a CUDA torch and one for a CPU torch. A build that does not fit is a
+        # problem only if this torch could use it and the other build does not say why it has no CUDA kernels.
         lost_cuda = failures and torch.version.cuda and backend == "cpu" and not (info and info.get("no_cuda"))
         problem = f"{failures[0]}. {_MEND_SENTENCE}" if lost_cuda else None
         if problem:
@@ -201,7 +201,10 @@ def _load(choice: str, strict: bool, compile_missing: bool = False) -> _Loaded:
         without_cuda = _installed("fused_layernorm_cpu") or _compiled_here("fused_layernorm_cpu")
         if choice == "cuda" and not failures and without_cuda:
             why = (_record_of(without_cuda) or {}).get("no_cuda")
-            reason = "only the CPU kernels were built" + (f": {why}" if why else "")
+            if why:  # the same build would omit them again
+                raise ImportError(f"FUSED_LAYERNORM_BACKEND=cuda, but only the CPU kernels were built: {why}. "
+                                  "docs/install.md says what CUDA kernels need; then build again")  # fmt: skip
+            reason = "only the CPU kernels were built"
         raise ImportError(f"FUSED_LAYERNORM_BACKEND={choice}, but {reason}. {_MEND_SENTENCE}")
     if problem:
         _complain(problem, "Until then the slower PyTorch reference is used.", strict)
@@ -221,7 +224,7 @@ extension, backend, reason, build_info, problem, library, library_module = _load
 
 KERNEL_DEVICES = {"cuda": ("cuda", "cpu"), "cpu": ("cpu",), "reference": ()}[backend]
 
-_may_warn = problem is None and _choice == "auto"  # import has warned of a problem; a choice by hand needs no warning
+_may_warn = problem is None and _choice == "auto"  # import warned of a problem; a required backend needs no warning
 
 
 def has_kernels_for(device_type: str) -> bool:
@@ -239,7 +242,7 @@ def _levels_to_user() -> int:
 
 
 def warn_reference(device_type: str) -> None:
-    """Warn, once per process, that tensors on `device_type` run on the PyTorch reference: why, and what mends it."""
+    """Warn, once per process, that tensors on `device_type` run on the PyTorch reference, why, and what to do."""
     global _may_warn
     if not _may_warn:
         return

@@ -1,4 +1,4 @@
-"""The operators as Python sees them: which path takes a call, fake implementations, DTensor's sharding rules."""
+"""The operators in Python: the path of a call, fake implementations, DTensor's sharding rules."""
 
 import functools
 import sys
@@ -16,9 +16,9 @@ def not_implemented(*arguments, **options):
     return NotImplemented
 
 
-# norm(x, residual, gate, weight, bias, **options): the call of plain eager mode. A call that it does not take goes to
-# the fallback (functional._norm); try_norm returns NotImplemented instead.
-# Bound directly: a Python wrapper would cost host time on every call.
+# norm(x, residual, gate, weight, bias, **options) is the call of plain eager mode. It passes calls that it does not
+# take to the fallback (functional._norm); try_norm returns NotImplemented instead. Both are bound directly, because a
+# Python wrapper would cost host time on every call.
 calls = extension or _backend.library_module
 if calls:
     norm, try_norm, takes_kernel = calls.norm, calls.try_norm, calls.takes_kernel
@@ -26,7 +26,7 @@ else:
     norm = try_norm = not_implemented
 
     def takes_kernel(*tensors) -> bool:
-        """Whether NormFunction takes these tensors: the dispatcher sees to whatever else they are."""
+        """Whether NormFunction takes these tensors; the dispatcher handles all other types."""
         return _backend.library is not None and all(type(t) in _PLAIN_TYPES for t in tensors)
 
 
@@ -41,8 +41,8 @@ else:
 
 
 def set_callbacks(fallback, record) -> None:
-    """fallback: called as norm(), where norm() does not take a call. record: the call of NormFunction, the node where
-    there is no extension."""
+    """fallback: has the signature of norm(), for calls that norm() does not take. record: calls NormFunction, the node
+    without an extension."""
     global norm
     if extension:
         extension.set_callbacks(fallback, reference.norm_backward, _watch_optimizers)
@@ -54,29 +54,29 @@ def set_callbacks(fallback, record) -> None:
 
 
 def _watch_optimizers() -> None:
-    """Count the steps of optimizers: mixed precision writes new weights through .data, which no version shows."""
+    """Count optimizer steps: mixed precision writes weights through .data, which no version counter shows."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(lambda *_: extension.count_optimizer_step())
 
 
-# ---- which path takes a call -----------------------------------------------------------------------------------------
+# ---- the path of a call ----------------------------------------------------------------------------------------------
 
 
 def is_torchs(x) -> bool:
     """Whether PyTorch's own norm computes a plain norm of x: for nested tensors, and in torch.jit.trace and
-    torch.onnx.export, whose readers know no other."""
+    torch.onnx.export, whose consumers support no other norm."""
     if torch.compiler.is_dynamo_compiling():
         return False
     return x.is_nested or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
 def path_of(x, *tensors) -> str:
-    """Which path takes a call on these tensors, if PyTorch's own norm does not (is_torchs); None is left out.
+    """The path of a call on these tensors, unless PyTorch's own norm computes it (is_torchs). None is ignored.
 
-    "kernel": the extension's call with its node, or NormFunction. "operator": where something must see a call that it
-    can name (torch.compile, export, dispatch modes, fake tensors, DTensor). "reference": torch.func, forward-mode AD,
-    other subclasses, traces, devices without kernels.
+    "kernel": the extension's call with its node, or NormFunction. "operator": for torch.compile, export, dispatch
+    modes, fake tensors and DTensor, which need a named operator. "reference": torch.func, forward-mode AD, other
+    subclasses, traces, devices without kernels.
     """
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling and torch.jit.is_tracing():
@@ -114,15 +114,15 @@ def is_dtensor(x: torch.Tensor) -> bool:
     return _is_dtensor_class(type(x))
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds: Dynamo
-# calls the function while it traces, instead of tracing into it.
+# As torch.compiler.assume_constant_result, without importing torch._dynamo, which takes seconds: Dynamo calls these
+# functions during tracing instead of tracing into them.
 _operator_takes_type._dynamo_marked_constant = is_dtensor._dynamo_marked_constant = True
 
 
 def shape_of_segments(x, normalized_ndim: int, *parameters) -> tuple:
-    """The smallest shape that the kernels take for weight, bias and gate and that all parameters can be expanded to:
-    x's leading dimensions, with 1 for the last of them along which values are shared. Parameters have as many
-    dimensions as x; None is ignored."""
+    """The smallest shape that the kernels take for weight, bias and gate and to which all parameters can be expanded:
+    x's leading dimensions, with 1 for the last ones along which values are shared. Parameters have as many dimensions
+    as x; None is ignored."""
     leading = x.dim() - normalized_ndim
     split = leading
     while split and all(t is None or t.shape[split - 1] == 1 for t in parameters):
@@ -188,7 +188,7 @@ def _split(given):
 
 
 def _has_own_residual_gradient(given, philox, gate) -> bool:
-    """Whether the gradient of residual is wanted, and is not that of x as well."""
+    """Whether residual's gradient is wanted and differs from x's gradient."""
     options, wanted = _split(given)
     if wanted.grad_residual_dtype is None:
         return False
@@ -197,7 +197,7 @@ def _has_own_residual_gradient(given, philox, gate) -> bool:
 
 
 def is_plain_eager() -> bool:
-    """Whether nothing is on that must see a call: a dispatch mode, a transform, a tracer."""
+    """Whether no dispatch mode, transform or tracer is active."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
@@ -207,7 +207,7 @@ def is_plain_eager() -> bool:
 
 
 def call_norm_forward(*arguments):
-    """norm_forward, without the autograd of the operator; z may be None where it is empty."""
+    """norm_forward without the operator's autograd. An empty z may be None."""
     if calls:
         return calls.call_norm_forward(*arguments, 0b101)  # y and stats are read
     with torch._C._AutoDispatchBelowAutograd():
@@ -215,7 +215,7 @@ def call_norm_forward(*arguments):
 
 
 def call_norm_backward(*arguments):
-    """norm_backward's five gradients, None where not wanted, without the autograd of the operator."""
+    """The five gradients of norm_backward without the operator's autograd; None for unwanted ones."""
     if torch.compiler.is_dynamo_compiling():  # compiled autograd
         found = list(norm_backward(*arguments))
     elif calls:
@@ -231,7 +231,7 @@ def call_norm_backward(*arguments):
 
 
 def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
-    """Which elements a call with this philox and dropout_p keeps: [rows, hidden_size] bool."""
+    """The elements that a call with this philox and dropout_p keeps: bool, [rows, hidden_size]."""
     if philox.device.type in _backend.KERNEL_DEVICES and not torch._C._are_functorch_transforms_active():
         return torch.ops.fused_layernorm.dropout_mask(philox, rows, hidden_size, dropout_p)
     return reference.dropout_mask(philox, rows, hidden_size, dropout_p)
@@ -239,9 +239,9 @@ def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):
 
 @functools.cache
 def _register_sharding_rules() -> None:
-    """Tell DTensor how the operators work on shards. Tensors with the rows of x, as the gate of a gated norm, are split
-    along a leading dimension, and so is a parameter that has values of its own along it; others are replicated. With
-    dropout all tensors are replicated: the mask follows from the row's index in the whole tensor."""
+    """Register DTensor's sharding rules for the operators. Tensors with x's rows, such as the gate of a gated norm, are
+    sharded along a leading dimension; so are parameters with separate values along it. Other tensors are replicated.
+    With dropout all tensors are replicated, because the mask depends on the row's index in the whole tensor."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 

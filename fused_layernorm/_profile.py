@@ -1,4 +1,4 @@
-"""fused_layernorm.profile: what the norms of a model cost, before and after replace_norms."""
+"""fused_layernorm.profile: the cost of a model's norms before and after replace_norms."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import _backend
+from .reference import check_number
 from .replace import ReplaceReport, _is_norm, replace_norms
 
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """What `profile` measured; print it for a summary. Times are medians in milliseconds, (before, after)."""
+    """The result of `profile`. It prints as a summary. Times are medians in milliseconds, (before, after)."""
 
-    device: str
-    train: bool
-    norms: ReplaceReport
-    calls: int  # of norms in one step
-    step_ms: tuple[float, float]
-    norms_ms: tuple[float, float]  # all these calls, each repeated alone on the input it had in the model
-    noise_ms: float  # below this, saved_ms says nothing
+    device: str  # name of the device
+    train: bool  # whether a step has a backward
+    norms: ReplaceReport  # what `replace_norms` did to the model
+    calls: int  # calls of norm modules in one step
+    step_ms: tuple[float, float]  # time of a step
+    norms_ms: tuple[float, float]  # sum over these calls, each measured alone with the input that it had in the model
+    noise_ms: float  # a saving below this is noise
 
     @property
     def saved_ms(self) -> float:
-        """Of a step; negative: it takes longer."""
+        """Saved time of a step; negative if the step takes longer."""
         return self.step_ms[0] - self.step_ms[1]
 
     @property
@@ -40,20 +41,18 @@ class ProfileReport:
         before = self.step_ms[0]
         if not self.calls:
             return (
-                "No norm module was called: there is nothing to replace. (Torch's own fast paths read a norm's weights "
-                "instead, and calls of functions are not seen.)"
+                "No norm module was called: there is nothing to replace. (PyTorch's fast path bypasses norm modules, "
+                "and calls of functions are not recorded.)"
             )
         if not self.norms.replaced:
-            return "Nothing can be saved: none of these norms can be replaced."
+            return "No saving: none of these norms can be replaced."
         if abs(self.saved_ms) <= self.noise_ms:
             found = f"{self.saved_ms:+.3g} ms a step, noise {self.noise_ms:.2g} ms"
-            share = self.norms_ms[0] / before  # each alone, a norm may take longer than in the step
-            most = f"Norms are about {share:.0%} of the step: more than that cannot be had." if share < 0.95 else ""
-            return f"Saves nothing that can be measured: {found}. {most}".rstrip()
+            share = self.norms_ms[0] / before  # a norm alone may take longer than in the step
+            most = f"Norms take about {share:.0%} of the step, the most that could be saved." if share < 0.95 else ""
+            return f"No measurable saving: {found}. {most}".rstrip()
         if self.saved_ms < 0:
-            return (
-                f"Costs {-self.saved_ms:.3g} ms a step ({-self.saved_ms / before:.1%}): leave these norms as they are."
-            )
+            return f"Costs {-self.saved_ms:.3g} ms a step ({-self.saved_ms / before:.1%}): keep the original norms."
         return f"Saves {self.saved_ms:.3g} ms a step ({self.saved_ms / before:.1%})."
 
     def __str__(self) -> str:
@@ -77,23 +76,29 @@ class ProfileReport:
 
 
 def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.0) -> ProfileReport:
-    """Run `model` on `batch` with its own norms and with fused ones, in turn, and say what that saves, if anything.
+    """Measure steps of `model` on `batch`, in turn with its own norms and with fused norms.
 
-    The model is left as it was: classes, mode, buffers, gradients, random state. To keep the fused norms, call
+    The model is unchanged afterwards: classes, mode, buffers, gradients, random state. To keep the fused norms, call
     `replace_norms(model)`.
 
     Args:
-        model: any module, on the device and in the mode (train or eval) in which it is to be measured.
-        batch: a dict of keyword arguments, a tuple or list of positional ones, or the one argument.
-        train: measure forward and backward, of the sum of the outputs; else forward without gradients.
-        seconds: about how long to measure each of the two, the steps and the norms alone.
+        model: any module, on the device and in the mode (train or eval) to be measured.
+        batch: a dict of keyword arguments, a tuple or list of positional arguments, or the only argument.
+        train: True measures forward and backward of the sum of the outputs; False forward without gradients.
+        seconds: approximate time for measuring the steps, and again for measuring the norms alone.
 
     Returns:
-        A `ProfileReport`. Times are wall time with the GPU synchronized, so they include the host's part. A norm that
-        is repeated alone may find its input in a cache where it would not in the model: the time of the step decides.
+        A `ProfileReport`. Times are wall time with the GPU synchronized, so they include host time. A norm measured
+        alone
+        may find its input in a cache, unlike in the model: rely on the time of the step.
+
+    Raises:
+        TypeError: a model that is not a module, or `seconds` that is not a number.
+        ValueError: `train` with a model whose outputs require no gradient.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_number("seconds", seconds)
     tensors = [leaf for leaf in [*model.parameters(), *tree_leaves(batch)] if isinstance(leaf, Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     originals = {module: type(module) for module in model.modules()}
@@ -140,7 +145,7 @@ def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.
 
 
 def _median_noise(times: list[float]) -> float:
-    """Half of the 95% confidence interval of the median: a box plot's notch (McGill, Tukey and Larsen, 1978)."""
+    """Half of the 95% confidence interval of the median: the notch of a box plot (McGill, Tukey and Larsen, 1978)."""
     low, _, high = statistics.quantiles(times, n=4)
     return 1.57 * (high - low) / math.sqrt(len(times))
 
@@ -155,7 +160,7 @@ def _backward(outputs, inputs: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module, device: torch.device):
-    """Buffers (running statistics, caches) and the random state come back."""
+    """Restore buffers (running statistics, caches) and the random state."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -167,11 +172,11 @@ def _left_as_it_was(model: nn.Module, device: torch.device):
 
 
 class _Call:
-    """A norm, and what it was called with; `count` calls in a step were alike."""
+    """A norm with the arguments of a call; `count` calls of a step had such arguments."""
 
     def __init__(self, module: nn.Module, arguments: tuple, train: bool):
         self.module, self.count = module, 1
-        # Of its own, as the model goes on to use and perhaps to change the one it was given.
+        # Copies, because the model may change its tensors later.
         self.arguments = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), arguments)
         self.inputs = [leaf for leaf in (*tree_leaves(self.arguments), *module.parameters()) if _wants_grad(leaf)]
         self.train = train
@@ -188,7 +193,7 @@ def _wants_grad(leaf) -> bool:
 
 
 def _record_calls(model: nn.Module, step: Callable[[], None]) -> list[_Call]:
-    """The different calls of norms in one step."""
+    """The distinct calls of norms in one step."""
     calls: dict[tuple, _Call] = {}
 
     def describe(leaf):
@@ -206,7 +211,7 @@ def _record_calls(model: nn.Module, step: Callable[[], None]) -> list[_Call]:
 
         return record
 
-    # Not by hooks: these keep torch's TransformerEncoderLayer from taking the path that it takes without.
+    # No hooks: with hooks TransformerEncoderLayer does not take its fast path.
     norms = {module: dict(vars(module)) for module in model.modules() if _is_norm(module)}
     try:
         for module in norms:
@@ -221,7 +226,7 @@ def _record_calls(model: nn.Module, step: Callable[[], None]) -> list[_Call]:
 
 
 def _in_turn(runs: list[tuple[Callable, Callable]], device: torch.device, seconds: float) -> list[list[float]]:
-    """Milliseconds of each (prepare, run), measured in turn so that drift hits all alike."""
+    """Milliseconds of each (prepare, run), measured in turn so that drift affects all equally."""
 
     def measure(prepare: Callable, run: Callable, repeats: int = 1) -> float:
         prepare()
@@ -236,7 +241,7 @@ def _in_turn(runs: list[tuple[Callable, Callable]], device: torch.device, second
 
     for _ in range(3):
         slowest = max(measure(prepare, run) for prepare, run in runs)
-    # A sample lasts a millisecond at least, or the clock and the synchronization would be in it.
+    # A sample lasts at least a millisecond, so that clock and synchronization do not count.
     repeats = max(1, math.ceil(1.0 / max(slowest, 1e-3)))
     rounds = min(100, max(8, round(1e3 * seconds / (slowest * repeats * len(runs)))))
     times: list[list[float]] = [[] for _ in runs]

@@ -1,17 +1,17 @@
-"""Apex's names and signatures for its norms, on this library's kernels, so that code written for them runs unchanged::
+"""Apex's names and signatures for its norms, on this library's kernels. Code written for Apex runs unchanged::
 
     from fused_layernorm.compat import FusedLayerNorm, MixedFusedRMSNorm, FusedLayerNormAffineFunction, FastLayerNormFN
 
-The Mixed norms, `FastLayerNorm` and their functions give a result of the weight's dtype, and take 16-bit weights beside
-float32 x, too: a residual stream kept in float32, as in Megatron.
+The Mixed norms, `FastLayerNorm` and their functions return the weight's dtype. They also take 16-bit weights with
+float32 x, for a residual stream in float32 as in Megatron.
 
-Under autocast the functions and modules cast input, weight and bias to the autocast dtype, so that the result has it
-too; float64 stays. `manual_rms_norm` and the classes with `apply` (`FastLayerNormFN`, ...) cast nothing. All of this is
-as in Apex, and unlike the norms of `fused_layernorm`, which keep x's dtype.
+Under autocast the functions and modules cast input, weight and bias to the autocast dtype, so the result has that
+dtype; float64 tensors are not cast. `manual_rms_norm` and the classes with `apply` (`FastLayerNormFN`, ...) cast
+nothing. All this is as in Apex, but unlike the norms of `fused_layernorm`, which keep x's dtype.
 
-What differs from Apex: any dtype and layout that `fused_layernorm.fused_layer_norm` takes; `memory_efficient` keeps to
-its rule there, so that a weight of 0 keeps its gradient; CPU tensors work, under the CPU's autocast as well;
-`manual_rms_norm` is a kernel's, and rounds once.
+Differences from Apex: every dtype and layout of `fused_layernorm.fused_layer_norm` is accepted; `memory_efficient`
+tests the weight as described there, so a weight of 0 keeps its gradient; CPU tensors work, also under CPU autocast;
+`manual_rms_norm` runs a kernel and rounds once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6,
 
 
 def manual_rms_norm(input, normalized_shape, weight, eps) -> Tensor:
-    """The result has weight's dtype; without a weight, that of the statistics."""
+    """The result has weight's dtype; without a weight, the dtype of the statistics."""
     if weight is None:
         dtype = accumulation_dtype(input.dtype)
         return _rms_norm(input, None, None, eps, normalized_shape=normalized_shape, out_dtype=dtype)
@@ -71,7 +71,7 @@ def _fast_layer_norm(x, weight, bias, epsilon, memory_efficient=False) -> Tensor
 
 
 def _cast_under_autocast(x, *parameters) -> list[Tensor | None]:
-    """The tensors in the dtype of the autocast that is on for x's device, if one is; float64 is not cast."""
+    """The tensors in the autocast dtype, if autocast is enabled for x's device; float64 is not cast."""
     tensors = [x, *parameters]
     if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda", "xpu"):  # a meta tensor has no autocast
         return tensors
@@ -84,20 +84,20 @@ def _cast_under_autocast(x, *parameters) -> list[Tensor | None]:
     ]
 
 
-# ---- classes of which callers use `apply`, and look for the arguments of `forward` -----------------------------------
+# ---- classes whose `apply` callers use, and whose `forward` they inspect for arguments -------------------------------
 
 
 def _in_weights_dtype(norm, x, weight, bias, normalized_shape, eps, memory_efficient) -> Tensor:
-    """The result has weight's dtype. memory_efficient has no effect where that is not x's."""
+    """The result has weight's dtype. memory_efficient has no effect if that is not x's dtype."""
     dtype = weight.dtype
-    if x.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16):  # the norm takes only float32 beside it
+    if x.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16):  # the norm takes float32 weights only
         weight, bias = weight.float(), None if bias is None else bias.float()
     return norm(x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=dtype,
                 memory_efficient=memory_efficient and dtype == x.dtype)  # fmt: skip
 
 
 class _Function:
-    """A class with `forward(ctx, ...)` and `apply(...)`, as a torch.autograd.Function has."""
+    """A class with `forward(ctx, ...)` and `apply(...)`, like a torch.autograd.Function."""
 
     @classmethod
     def apply(cls, *arguments, **options) -> Tensor:
@@ -172,9 +172,9 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 def _take_options(module: nn.Module, options: dict) -> None:
-    """What callers of the Mixed norms say beside Apex's arguments: Apex takes any keyword, and uses none of them."""
+    """Further keywords of the Mixed norms: Apex accepts any keyword and ignores it."""
     if not options.pop("elementwise_affine", True):
-        raise RuntimeError("the Mixed norms have a weight always: elementwise_affine must be True")
+        raise RuntimeError("the Mixed norms always have a weight: elementwise_affine must be True")
     if options.pop("sequence_parallel_enabled", False):  # apex.transformer marks parameters for trainers to reduce
         for parameter in module.parameters():
             parameter.sequence_parallel_enabled = True

@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm as functions: the public calls, the ways of a call, and NormFunction.
+"""LayerNorm and RMSNorm as functions: the public functions, the choice of a path, and NormFunction.
 
-A public function passes its arguments to one call: the extension's, which has its autograd node in C++
-(csrc/torch/autograd.cpp), or, under Dynamo and where the extension does not take the call, _norm below. There
-_ops.path_of decides which path the call takes. All paths compute the formulas of reference.py.
+A public function makes one call of the extension, which has its autograd node in C++ (csrc/torch/autograd.cpp). Under
+Dynamo, and for calls that the extension does not take, it calls _norm below instead, where _ops.path_of selects the
+path. All paths compute the formulas of reference.py.
 """
 
 from __future__ import annotations
@@ -72,61 +72,61 @@ def fused_layer_norm(
 
     .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \cdot (w + o) + b
 
-    with mean and (biased) variance over the last dimensions, those of `normalized_shape`.
+    Mean and (biased) variance are taken over the last dimensions, those of `normalized_shape`.
 
     Args:
-        x: input of shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64. Rows may be strided; they
-            are read in place where the elements of one row are adjacent (on CUDA, rows made of whole 16 bytes also must
-            begin at multiples of 16 bytes), else copied first.
-        weight: scale :math:`w` of shape ``normalized_shape``, of x's dtype or float32; None stands for 1. With
-            `normalized_shape` given, x's dimensions before these may stand in front: ``[heads, head_dim]`` is a weight
-            for each head of x ``[*, heads, head_dim]``. Not with activation, dropout, `memory_efficient` or
-            `accumulate_grad`.
-        bias: shift :math:`b` of weight's shape, of x's dtype or float32; None stands for 0.
+        x: input of shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64. Strided rows are read in
+            place if the elements of a row are adjacent in memory and, on CUDA, rows of whole 16-byte vectors begin at
+            multiples of 16 bytes. Other layouts are copied first.
+        weight: scale :math:`w` of shape ``normalized_shape``, of x's dtype or float32; None means 1. A weight for each
+            head: with `normalized_shape` given, weight may have further leading dimensions of x, such as
+            ``[heads, head_dim]`` for x of shape ``[*, heads, head_dim]``. It cannot be combined with activation,
+            dropout, `memory_efficient` or `accumulate_grad`.
+        bias: shift :math:`b` of weight's shape, of x's dtype or float32; None means 0.
         eps: added to the variance.
-        normalized_shape: an int or a sequence; taken from weight (or bias) when they are given.
+        normalized_shape: an int or a sequence of ints; default: the shape of weight, or else of bias.
         weight_offset: the constant :math:`o`, added to weight in the accumulation type (1.0 for weights stored as
             ``w - 1``, as in Gemma).
-        out_dtype: dtype of the result; x's dtype when None.
-        stats_grad: default True; False makes mean and variance constants in backward, as in layer-wise relevance
-            propagation: ``grad_x = (w + o) * grad_y / sqrt(var + eps)``.
-        activation: default None; "relu", "gelu", "gelu_tanh" (gelu by its tanh formula) or "silu", applied to y in the
-            accumulation type.
-        dropout_p: default 0; with `training` (default True), the probability that an element of y (after the
-            activation) becomes 0; the others are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
-        training: False turns dropout off.
-        memory_efficient: default False; save y for backward instead of x, where y says as much about x: y is of x's
-            dtype, and every column of N has ``1024 * torch.finfo(y.dtype).tiny <= |w + o| <= 2**125``,
-            ``|b| <= |w + o|`` and ``sqrt(N) * |w + o| + |b| <= torch.finfo(y.dtype).max``. Backward then has x_hat to
-            about the precision of y's dtype. Where a column fails, the call saves x, as it does without this option, so
-            that a weight of 0 keeps its gradient. On the CPU each call looks at the weight. On CUDA, where a look waits
-            for the device, it is repeated when weight or bias has changed, or an optimizer of `torch.optim` has made a
-            step; a change that neither shows (a write through ``.data``, or into a buffer that weight is a view of)
-            must not make a column fail. While a graph is captured there is no look, and x is saved. Saves memory where
-            the next operation saves y too, and nothing else holds x. Without effect under `torch.compile`, which
-            chooses itself what it saves, and where a wheel is installed and no extension.
-        accumulate_grad: default False; backward adds the gradients of weight and bias to the float32 buffers
-            ``weight.main_grad`` and ``bias.main_grad``, unrounded, and sets ``grad_added_to_main_grad = True`` on the
-            parameter (Megatron's contract). What `.grad` receives is zeros, so that hooks still run. First derivatives
-            in eager mode only; without effect where no gradients are recorded.
+        out_dtype: dtype of the result; None means x's dtype.
+        stats_grad: False treats mean and variance as constants in backward, as in layer-wise relevance propagation:
+            ``grad_x = (w + o) * grad_y / sqrt(var + eps)``.
+        activation: "relu", "gelu", "gelu_tanh" (the tanh approximation) or "silu", applied to y in the accumulation
+            type; None means no activation.
+        dropout_p: the probability that an element of y becomes 0, after the activation and if `training`; the other
+            elements are divided by ``1 - dropout_p``. See `fused_add_layer_norm`.
+        training: False disables dropout.
+        memory_efficient: save y for backward instead of x, if x can be recovered from y: y has x's dtype, and for each
+            of the N columns ``1024 * torch.finfo(y.dtype).tiny <= |w + o| <= 2**125``, ``|b| <= |w + o|`` and ``sqrt(N)
+            * |w + o| + |b| <= torch.finfo(y.dtype).max``. Backward then computes x_hat to about the precision of y's
+            dtype. If a column fails this test, the call saves x, so a weight of 0 keeps its gradient. On the CPU every
+            call tests the weight. On CUDA the test synchronizes with the device, so it is repeated only if weight or
+            bias has changed or an optimizer of `torch.optim` has made a step. Changes that neither shows (through
+            ``.data``, or through a buffer that weight is a view of) must not make a column fail. During the capture of
+            a CUDA graph nothing is tested, and x is saved. The option saves memory if the next operation saves y too
+            and nothing else keeps x alive. It has no effect under `torch.compile`, which selects what is saved, and
+            with a wheel without an extension.
+        accumulate_grad: backward adds the gradients of weight and bias, unrounded, to the float32 buffers
+            ``weight.main_grad`` and ``bias.main_grad``, and sets ``grad_added_to_main_grad = True`` on the parameter
+            (Megatron's contract). `.grad` receives zeros, so that hooks still run. Supports first derivatives in eager
+            mode only; has no effect if no gradients are recorded.
 
     Returns:
         y of x's shape, contiguous, of x's dtype or `out_dtype`, also under autocast.
 
-    Statistics and sums are kept in float32 (float64 for float64 x) and do not cancel where ``|mean| >> sigma``.
-    Results and gradients are the same bits on every run, and a row's result does not depend on the rows beside it.
-    Gradients have the dtype of what they are the gradient of. Differentiable any number of times. Under
-    ``torch.compile`` the call is one operator in the graph; in ``torch.func`` transforms and forward-mode AD the same
-    formula runs as PyTorch operations. Activation and dropout are part of the kernel. On CUDA, where their backward is
-    a kernel of its own (docs/fusions.md), it rounds its result to x's dtype if the gradient of y has that dtype.
+    Statistics and sums are kept in float32 (float64 for float64 x) and do not cancel if ``|mean| >> sigma``. Results
+    and gradients have the same bits on every run, and the result of a row does not depend on other rows. Each gradient
+    has the dtype of its tensor. The function is differentiable any number of times. Under ``torch.compile`` the call is
+    one operator in the graph; ``torch.func`` transforms and forward-mode AD run the same formula as PyTorch operations.
+    Activation and dropout are part of the kernel. If their backward on CUDA needs a separate kernel (docs/fusions.md),
+    that kernel rounds its result to x's dtype if the gradient of y has that dtype.
 
     Raises:
         TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.
         RuntimeError: shapes or devices that do not match.
-        ValueError: no `normalized_shape` to be had, `weight_offset` without weight, an `activation` not listed above,
-            `dropout_p` outside [0, 1], `memory_efficient` with an `out_dtype` other than x's, activation or dropout,
-            `accumulate_grad` with a parameter that has no float32 ``main_grad``, or a weight for each head with what
-            it does not go with.
+        ValueError: no `normalized_shape`, weight or bias; `weight_offset` without weight; an `activation` not listed
+            above; `dropout_p` outside [0, 1]; `memory_efficient` with activation, dropout or an `out_dtype` other than
+            x's; `accumulate_grad` with a parameter that has no float32 ``main_grad``; a weight for each head with an
+            option that it cannot be combined with.
     """
     norm = _norm if is_dynamo_compiling() else _ops.norm
     return norm(
@@ -158,17 +158,15 @@ def fused_rms_norm(
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot (w + o) + b
 
     Args:
-        eps: added to the mean square. None means, as in `torch.nn.functional.rms_norm`, the machine epsilon of the
-            type the statistics are kept in: float32's (1.19e-7), or float64's for float64 x.
-        rounding: where intermediate results are rounded. "torch", the default, rounds once, at the end; so does "gemma"
-            (transformers' GemmaRMSNorm, with ``weight_offset=1``). "llama" (LlamaRMSNorm) rounds x_hat to x's dtype,
-            then the product with weight: two kernels forward, or PyTorch operations with an activation, dropout of y or
-            under ``torch.compile``. In 16-bit dtypes about 1 of 10,000 elements differs from transformers' own, because
-            the sums of a row are made in another order; with "torch" in place of "llama" 1 of 4 does. "llama_exact" and
-            "gemma_exact" have transformers' bits in eager mode; their forward is PyTorch operations. Backward is the
-            kernel of "torch" for all. transformers returns weight's dtype where that is wider than x's: pass it as
-            `out_dtype`. transformers normalizes a float64 x in float32; this library in float64. With Llama's rounding,
-            what `accumulate_grad` adds was rounded to weight's dtype.
+        eps: added to the mean square. None means the machine epsilon of the accumulation type, as in
+            `torch.nn.functional.rms_norm`: float32's (1.19e-7), or float64's for float64 x.
+        rounding: "torch" rounds once, in one pass. "llama" and "gemma" give the bits of the norm classes of
+            transformers in eager mode (not for float64 x, which those classes normalize in float32): "llama" rounds
+            x_hat to x's dtype before the multiplication by weight; "gemma" (with ``weight_offset=1``) rounds once at
+            the end. Both compute forward, statistics included, with the PyTorch operations of those classes; backward
+            runs the kernel and has the gradients of "torch". If weight's dtype is wider than x's, transformers returns
+            weight's dtype: pass it as `out_dtype`. With "llama", `accumulate_grad` adds gradients that were rounded to
+            weight's dtype.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
@@ -224,26 +222,26 @@ def fused_add_layer_norm(
 
     .. math:: z = \mathrm{residual} + \mathrm{dropout}(x), \qquad y = \mathrm{LayerNorm}(z)
 
-    A pre-norm block chains its calls: ``residual_out`` of one is the residual of the next. A post-norm block uses y
-    alone; what it does not use costs nothing in backward.
+    A pre-norm block chains its calls: ``residual_out`` of one call is the residual of the next. A post-norm block uses
+    only y; an unused result costs nothing in backward.
 
     Args:
-        residual: of x's shape, of x's dtype or float32; None stands for 0 and starts a stream.
-        dropout_p: with `training`, the probability that an element of x becomes 0; the others are divided by
-            ``1 - dropout_p``. No mask is stored: which elements remain is a function of 128 bits, drawn from torch's
-            generator of x's device, and of row and column, which backward asks again. So `torch.manual_seed` repeats
-            a call, activation checkpointing recomputes it, and a CUDA graph draws anew at each replay.
-        residual_dtype: the dtype of residual_out, x's or float32; that of residual (of x without one) when None. A
-            float32 stream beside 16-bit x is never rounded to 16 bits.
+        residual: of x's shape, of x's dtype or float32; None means 0 and starts a residual stream.
+        dropout_p: the probability that an element of x becomes 0, if `training`; the other elements are divided by
+            ``1 - dropout_p``. No mask is stored: the kept elements are a function of row, column and 128 random bits
+            from torch's generator of x's device, and backward recomputes them. So `torch.manual_seed` repeats a call,
+            activation checkpointing recomputes it, and every replay of a CUDA graph draws new bits.
+        residual_dtype: dtype of residual_out, x's or float32; None means residual's dtype (x's without a residual). A
+            float32 stream with 16-bit x is never rounded to 16 bits.
         return_dropout_mask: also return which elements of x were kept.
 
     Returns:
-        ``(y, residual_out)``: y as of `fused_layer_norm`; residual_out is z, rounded once to its dtype, before the
-        statistics are taken: the norm is that of the tensor that is returned. Both contiguous new memory, and results
-        of one node of autograd's graph: y is no function of residual_out there. With `return_dropout_mask`
-        ``(y, residual_out, mask)``, mask bool of x's shape.
+        ``(y, residual_out)``. residual_out is z, rounded once to its dtype; the norm is computed from the rounded
+        values. y is as in `fused_layer_norm`. Both are new contiguous tensors and outputs of one autograd node: in the
+        graph y does not depend on residual_out. With `return_dropout_mask` ``(y, residual_out, mask)``, where mask is a
+        bool tensor of x's shape.
 
-    The other arguments, the guarantees and the errors are those of `fused_layer_norm`; gradients flow to residual too.
+    The other arguments, the guarantees and the errors are those of `fused_layer_norm`. residual has a gradient too.
     """
     norm = _norm if is_dynamo_compiling() else _ops.norm
     return norm(
@@ -298,7 +296,7 @@ def fused_add_rms_norm(
 
     .. math:: z = \mathrm{residual} + \mathrm{dropout}(x), \qquad y = \mathrm{RMSNorm}(z)
 
-    Arguments and result are those of `fused_add_layer_norm`, eps and rounding those of `fused_rms_norm`.
+    Arguments, result and errors are those of `fused_add_layer_norm`; eps and rounding are those of `fused_rms_norm`.
     """
     norm = _norm if is_dynamo_compiling() else _ops.norm
     return norm(
@@ -359,21 +357,26 @@ def fused_adaptive_layer_norm(
         z = x \text{, or } \mathrm{residual} + \mathrm{gate} \cdot x
 
     Args:
-        scale, shift: per token, of x's shape; per sample, ``[batch, *normalized_shape]`` with x's first dimension; for
-            all, ``normalized_shape``; or of as many dimensions as x, those before normalized_shape 1 where values are
-            shared. Of x's dtype, a narrower one, or float32.
-        weight, bias: of the norm itself; DiT has none.
-        normalized_shape: x's last dimension when neither this nor weight nor bias is given.
-        gate: multiplies x before it is added to residual; of a shape as scale's. Needs a residual.
+        scale, shift: one value per token: x's shape; per sample: ``[batch, *normalized_shape]`` with x's first
+            dimension; for all rows: ``normalized_shape``. Or as many dimensions as x, with 1 for each dimension before
+            normalized_shape along which values are shared. Of x's dtype, a narrower one, or float32.
+        weight, bias: parameters of the norm itself; DiT has none.
+        normalized_shape: an int or a sequence of ints; default: the shape of weight or bias, or else x's last
+            dimension.
+        gate: multiplies x before the addition to residual; has a shape that scale may have. Needs a residual.
         residual, residual_dtype: as in `fused_add_layer_norm`.
 
     Returns:
-        y, of x's dtype or `out_dtype`; with a residual ``(y, residual_out)``, residual_out being z.
+        y, of x's dtype or `out_dtype`. With a residual ``(y, residual_out)``, where residual_out is z.
 
-    Products and sums are made in the accumulation type and rounded once. The gradients of scale, shift and gate are
-    summed over the rows that share them, in the accumulation type and the same order on every run; that of a shift for
-    each token is a copy of y's. Errors are those of `fused_add_layer_norm`; RuntimeError for a scale, shift or gate
-    that does not broadcast, ValueError for a gate without residual.
+    Products and sums are computed in the accumulation type and rounded once. The gradients of scale, shift and gate are
+    summed over the rows that share them, in the accumulation type and in the same order on every run. The gradient of a
+    per-token shift is a copy of y's gradient.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as in `fused_add_layer_norm`.
+        RuntimeError: a scale, shift or gate that does not broadcast.
+        ValueError: a gate without residual.
     """
     return _adaptive_norm(
         x, scale, shift, weight, bias, gate, residual, eps=eps, is_rms_norm=False, normalized_shape=normalized_shape,
@@ -425,7 +428,14 @@ def fused_adaptive_rms_norm(
     normalized_shape: int | Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fused_adaptive_layer_norm` with `fused_rms_norm` for its norm; shift None stands for 0."""
+    r"""Root mean square normalization modulated by scale and shift.
+
+    .. math:: y = \mathrm{RMSNorm}(z) \cdot (1 + \mathrm{scale}) + \mathrm{shift}, \qquad
+        z = x \text{, or } \mathrm{residual} + \mathrm{gate} \cdot x
+
+    Arguments, result and errors are those of `fused_adaptive_layer_norm`; eps is that of `fused_rms_norm`. A shift of
+    None means 0.
+    """
     return _adaptive_norm(
         x, scale, shift, weight, bias, gate, residual, eps=eps, is_rms_norm=True, normalized_shape=normalized_shape,
         out_dtype=out_dtype, residual_dtype=residual_dtype,
@@ -453,25 +463,29 @@ def fused_gated_rms_norm(
         y = \mathrm{RMSNorm}(x \cdot f(\mathrm{gate}))
 
     Args:
-        gate: of x's shape; float16, bfloat16, float32 or float64, whatever x's dtype. Rows may be strided, as x's.
-        activation: default "silu"; :math:`f`: "silu", "sigmoid", "gelu", "gelu_tanh", "relu", or None for gate itself.
-        norm_before_gate: default True, the gate multiplies the norm; False, it multiplies x.
-        group_size: default None; the last dimension is cut into groups of so many adjacent elements, each with
-            statistics of its own, as in Mamba 2 with several groups. weight and bias keep a value for each element of
-            the whole last dimension.
-        normalized_shape: x's last dimension when neither this nor weight nor bias is given.
+        gate: of x's shape; float16, bfloat16, float32 or float64, independent of x's dtype. Rows may be strided like
+            x's.
+        activation: the function :math:`f`: "silu", "sigmoid", "gelu", "gelu_tanh" or "relu"; None means the gate
+            itself.
+        norm_before_gate: True: the gate multiplies the norm; False: it multiplies x.
+        group_size: split the last dimension into groups of this many adjacent elements and normalize each group, as in
+            Mamba 2 with several groups; None means one group. weight and bias have one value for each element of the
+            whole last dimension.
+        normalized_shape: an int or a sequence of ints; default: the shape of weight or bias, or else x's last
+            dimension.
 
     Returns:
         y of x's shape, contiguous, of x's dtype or `out_dtype`.
 
-    Everything, the product of x and the gate too, is computed in the accumulation type, and y is rounded once. The
-    other arguments, the guarantees and the errors are those of `fused_rms_norm`.
+    All products, that of x and the gate too, are computed in the accumulation type, and y is rounded once. The other
+    arguments and the guarantees are those of `fused_rms_norm`.
 
     Raises:
-        TypeError: a gate that is no tensor of one of these dtypes, a `group_size` that is no int.
+        TypeError, RuntimeError, ValueError: as in `fused_rms_norm`.
+        TypeError: a gate that is not a tensor of a dtype listed above; a `group_size` that is not an int.
         RuntimeError: a gate of another shape than x's, or on another device.
-        ValueError: an `activation` not listed above; a `group_size` that does not divide the last dimension, or is
-            given beside a `normalized_shape` of several dimensions or a weight for each head.
+        ValueError: an `activation` not listed above; a `group_size` that does not divide the last dimension, or that is
+            combined with a `normalized_shape` of several dimensions or a weight for each head.
     """
     return _gated_norm(
         x, gate, weight, bias, group_size, eps=eps, is_rms_norm=True, normalized_shape=normalized_shape,
@@ -499,7 +513,7 @@ def fused_gated_layer_norm(
     .. math:: y = \mathrm{LayerNorm}(x) \cdot f(\mathrm{gate}) \quad \text{or} \quad
         y = \mathrm{LayerNorm}(x \cdot f(\mathrm{gate}))
 
-    Arguments, result and errors are those of `fused_gated_rms_norm`, eps is that of `fused_layer_norm`.
+    Arguments, result and errors are those of `fused_gated_rms_norm`; eps is that of `fused_layer_norm`.
     """
     return _gated_norm(
         x, gate, weight, bias, group_size, eps=eps, is_rms_norm=False, normalized_shape=normalized_shape,
@@ -508,7 +522,7 @@ def fused_gated_layer_norm(
     )  # fmt: skip
 
 
-# ---- the ways of a call ----------------------------------------------------------------------------------------------
+# ---- the choice of a path --------------------------------------------------------------------------------------------
 
 # The options of _norm and of the extension's call, in the order in which csrc/torch/python.cpp reads them.
 _DEFAULTS: dict[str, Any] = {
@@ -534,17 +548,17 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _norm(x, residual, gate, weight, bias, **given):
-    """A norm by the path that path_of() chooses: for every call that the extension's does not take."""
+    """A norm on the path that path_of() selects: for every call that the extension does not take."""
     call = _DEFAULTS | given
     if isinstance(x, Tensor) and _ops.is_torchs(x):
         if _is_plain(x, weight, bias, call):
             return _torch_norm(x, weight, bias, call["normalized_shape"], call["eps"], call["is_rms_norm"])
         if x.is_nested:
-            raise TypeError("x must be a dense (strided) tensor for anything but the plain norm, got a nested one")
+            raise TypeError("x must be a dense (strided) tensor except for the plain norm, got a nested tensor")
     shape = _check(x, residual, gate, weight, bias, call)
     per_head = _is_per_head(call, weight, bias)
     path = _ops.path_of(x, residual, gate, weight, bias)
-    is_traced = torch.compiler.is_compiling()  # where a look at sizes would be a guard
+    is_traced = torch.compiler.is_compiling()  # then a comparison of sizes would add a guard
     has_segments = call["is_modulated"] or per_head
     if has_segments and not is_traced and math.prod(x.shape[: x.dim() - len(shape)]) >= 2**31:
         path = "reference"  # kernels count rows of segments in 32 bits
@@ -558,7 +572,7 @@ def _norm(x, residual, gate, weight, bias, **given):
         bias = _into_main_grad("bias", bias, rounding)
 
     dropout_p = call["dropout_p"] if call["training"] else 0.0
-    # Of a DTensor by PyTorch's own dropout, which knows what each rank draws
+    # A DTensor takes PyTorch's dropout, which knows what each rank draws
     outside_p, dropout_p = (dropout_p, 0.0) if dropout_p and _ops.is_dtensor(x) else (0.0, dropout_p)
     if outside_p and adds:
         x = F.dropout(x, outside_p)
@@ -577,7 +591,7 @@ def _norm(x, residual, gate, weight, bias, **given):
         y, z = NormFunction.apply(*tensors, options, rounding)
     else:
         z_dtype = options.residual_dtype
-        options = options._replace(  # None for defaults: AOTInductor of torch 2.11 hands other dtypes over
+        options = options._replace(  # None for defaults: AOTInductor of torch 2.11 passes other dtypes
             out_dtype=None if options.out_dtype == x.dtype else options.out_dtype,
             residual_dtype=None if residual is not None and z_dtype == residual.dtype else z_dtype,
         )
@@ -593,8 +607,8 @@ def _norm(x, residual, gate, weight, bias, **given):
 
 
 def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
-    """Raise for what no norm can take; put into `call` what follows from its arguments, of the types that the extension
-    reads; return normalized_shape."""
+    """Raise for arguments that no norm can take. Replace derived options in `call` by their values, of the types that
+    the extension reads. Return normalized_shape."""
     rounding, activation = call["rounding"], call["activation"]
     if rounding not in reference.ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
@@ -627,17 +641,17 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
         activation or dropout_p or rounding != "torch" or not call["stats_grad"]
         or (call["out_dtype"] or x.dtype) != x.dtype
     ):  # fmt: skip
-        raise ValueError("memory_efficient goes with no activation, no dropout_p, no out_dtype but x's, "
-                         'rounding="torch" and stats_grad=True')  # fmt: skip
+        raise ValueError("memory_efficient cannot be combined with activation, dropout_p, an out_dtype other than x's, "
+                         'a rounding other than "torch" or stats_grad=False')  # fmt: skip
     if _is_per_head(call, weight, bias) and (
         (activation and not call["is_gated"]) or dropout_p or call["memory_efficient"] or call["accumulate_grad"]
     ):  # fmt: skip
-        raise ValueError("a weight for each head goes with no activation, no dropout_p, no memory_efficient and no "
+        raise ValueError("a weight for each head cannot be combined with activation, dropout_p, memory_efficient or "
                          "accumulate_grad")  # fmt: skip
     if call["accumulate_grad"] and torch.is_grad_enabled():
         for name, parameter in (("weight", weight), ("bias", bias)):
             _check_main_grad(name, parameter)
-    if not is_dynamo_compiling():  # where numbers may be symbolic
+    if not is_dynamo_compiling():  # numbers may be symbolic there
         for name in ("eps", "weight_offset", "dropout_p"):
             call[name] = float(call[name])
     for name in ("stats_grad", "training", "memory_efficient", "accumulate_grad", "return_dropout_mask", "gates_y"):
@@ -646,7 +660,7 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
 
 
 def _is_per_head(call, *parameters) -> bool:
-    """Whether there is a weight or bias for each head."""
+    """Whether weight or bias has values for each head."""
     shape = call["normalized_shape"]
     if call["is_modulated"] or shape is None:
         return False
@@ -690,7 +704,7 @@ def _adaptive_norm(x, scale, shift, weight, bias, gate, residual, **call):
     )
     call["normalized_shape"] = shape
     if gate is not None and residual is None:
-        raise ValueError("gate needs a residual that the product is added to, got residual=None")
+        raise ValueError("gate needs a residual to add the product to, got residual=None")
     if call["residual_dtype"] is not None and residual is None:
         raise ValueError(f"residual_dtype needs a residual, got residual=None, residual_dtype={call['residual_dtype']}")
     scale, shift, gate = (
@@ -712,7 +726,7 @@ def _adaptive_norm(x, scale, shift, weight, bias, gate, residual, **call):
         gate = residual = call["residual_dtype"] = None
         segments = _ops.shape_of_segments(x, len(shape), scale, shift)
 
-    def of_segments(t):  # in the accumulation type: else each segment's gradient would be rounded before their sum
+    def of_segments(t):  # in the accumulation type: otherwise each segment's gradient would be rounded before the sum
         if t is None or t.shape == segments:
             return t if t is None or x.dtype != wide else t.to(wide)
         return t.to(wide).expand(segments)
@@ -731,7 +745,7 @@ def _gated_sum(x, gate, residual, dtype):
 
 
 def _gated_norm(x, gate, weight, bias, group_size, **call):
-    """A gated norm; with a group_size that of x, gate, weight and bias with a dimension of groups."""
+    """A gated norm. A group_size becomes a dimension of groups in x, gate, weight and bias."""
     norm = _norm if is_dynamo_compiling() else _ops.norm
     is_dense = isinstance(x, Tensor) and not x.is_nested
     if is_dense and call["normalized_shape"] is None and weight is None and bias is None:
@@ -743,7 +757,7 @@ def _gated_norm(x, gate, weight, bias, group_size, **call):
     if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
         raise TypeError(f"group_size must be an int or None, got {type(group_size).__name__}")
     if others or _is_per_head(checked, weight, bias):
-        raise ValueError("group_size goes with one normalized dimension, and no weight for each head")
+        raise ValueError("group_size needs one normalized dimension and cannot be combined with a weight for each head")
     if group_size < 1 or hidden_size % group_size:
         raise ValueError(f"group_size must divide the normalized dimension, {hidden_size}, got {group_size}")
     groups = (hidden_size // group_size, group_size)
@@ -756,8 +770,8 @@ def _wants_gradients(tensors) -> bool:
 
 
 def _draw_philox(x):
-    """The bits that decide what a call drops: (seed, offset). torch's own operation draws them, so that seeds,
-    checkpointing, CUDA graphs and torch.compile see the draw, and what they decide is a function of them."""
+    """The random bits of a call's dropout: (seed, offset). An operation of torch draws them, so that seeds,
+    checkpointing, CUDA graphs and torch.compile see the draw. The mask is a function of these bits."""
     return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=x.device)
 
 
@@ -781,8 +795,8 @@ def _into_main_grad(name, parameter, rounding):
 
 
 class MainGradFunction(torch.autograd.Function):
-    """parameter.to(float32), with a backward that adds to parameter.main_grad: accumulate_grad on all paths but the
-    extension's call."""
+    """parameter.to(float32), with a backward that adds to parameter.main_grad: accumulate_grad on all paths except the
+    extension's."""
 
     @staticmethod
     def forward(ctx, parameter, name, keeps_dtype):
@@ -814,8 +828,8 @@ def _order_of(rounding: str) -> str:
 
 
 class NormFunction(torch.autograd.Function):
-    """The node of csrc/torch/autograd.cpp in Python: for roundings, whose forward is not one kernel, and for a wheel,
-    whose libraries have no other node."""
+    """The node of csrc/torch/autograd.cpp in Python. Used for roundings, whose forward runs PyTorch operations and
+    whose backward runs the kernels, and for the wheel's libraries, which have no other node."""
 
     @staticmethod
     def forward(ctx, x, residual, gate, weight, bias, philox, options, rounding):
@@ -839,10 +853,10 @@ class NormFunction(torch.autograd.Function):
 
 
 def _save(ctx, tensors, options, z, stats):
-    """Save for backward what forward was given, and returned: z, or None without a load stage."""
+    """Save inputs and results for backward. z is None without a load stage."""
     x, residual, gate, weight, bias, philox = tensors
     is_gated = gate is not None and z is None
-    # For what it adds to, or, without a weight, for its shape
+    # Backward needs its values, or, without a weight, its shape
     needs_bias = options.gates_y or options.per_head or (options.activation and not is_gated)
     ctx.save_for_backward(
         x if z is None else z, stats, None if gate is None or is_gated else x, gate, weight,
@@ -866,7 +880,7 @@ def _gradients(ctx, grad_y, grad_z):
     )
     wanted = Wanted(False, x_dtype, wants[0], wants[2], residual_dtype, weight_dtype, bias_dtype)
     arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
-    # Also the reference if y was unused: a zero gradient times an infinite rstd is NaN
+    # The reference also if y was unused: a zero gradient times an infinite rstd is NaN
     is_kernels = grad_y is not None and not torch.is_grad_enabled()
     if is_kernels and (is_dynamo_compiling() or not _ops.is_plain_eager()):
         is_kernels = _ops.path_of(*(t for t in arguments[:8] if t is not None)) in ("kernel", "operator")
@@ -874,8 +888,8 @@ def _gradients(ctx, grad_y, grad_z):
 
 
 def _register_autograd() -> torch.library.Library:
-    """Autograd of the operators of the wheel's library, as csrc/torch/library.cpp registers it in the extension. The
-    result keeps it registered."""
+    """Register autograd for the operators of the wheel's library, as csrc/torch/library.cpp does in the extension. The
+    returned object must stay alive."""
 
     def redispatched(keys, arguments):
         with torch._C._AutoDispatchBelowAutograd():

@@ -1,4 +1,5 @@
-"""The norms as modules. Constructor, initialization, repr and state_dict are torch.nn's own, with options appended."""
+"""The norms as modules. Constructor, initialization, repr and state_dict are those of torch.nn, with further
+options."""
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ from .functional import (
 )
 from .reference import as_shape, check_dropout_p
 
-# Called as they are by torch.fx.symbolic_trace, which would otherwise trace into them.
+# torch.fx.symbolic_trace records a call of these functions instead of tracing into them.
 for _function in ("fused_adaptive_layer_norm", "fused_adaptive_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
                   "fused_gated_layer_norm", "fused_gated_rms_norm", "fused_layer_norm", "fused_rms_norm"):  # fmt: skip
     torch.fx.wrap(_function)
 
 
 def _not_scriptable(module: nn.Module) -> nn.Module:
-    """torch.jit.script calls this first; TorchScript cannot compile our functions."""
+    """torch.jit.script calls this first. TorchScript cannot compile our functions."""
     raise TypeError(f"{type(module).__name__} cannot be compiled by torch.jit.script: use torch.compile, torch.export, "
                     "or torch.nn's norm (restore_norms(model))")  # fmt: skip
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` computed by `fused_layernorm.fused_layer_norm`; checkpoints load both ways."""
+    """`torch.nn.LayerNorm`, computed by `fused_layernorm.fused_layer_norm`. Checkpoints load in both directions."""
 
     __prepare_scriptable__ = _not_scriptable
 
@@ -53,7 +54,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` computed by `fused_layernorm.fused_rms_norm`; checkpoints load both ways."""
+    """`torch.nn.RMSNorm`, computed by `fused_layernorm.fused_rms_norm`. Checkpoints load in both directions."""
 
     __prepare_scriptable__ = _not_scriptable
 
@@ -74,7 +75,7 @@ class FusedRMSNorm(nn.RMSNorm):
 class FusedAddLayerNorm(nn.LayerNorm):
     """`fused_layernorm.fused_add_layer_norm` with the parameters of `torch.nn.LayerNorm`, whose checkpoints load.
 
-    ``module(x, residual)`` returns ``(y, residual_out)``; dropout of x is on in training mode.
+    ``module(x, residual)`` returns ``(y, residual_out)``. Dropout of x is active in training mode.
     """
 
     __prepare_scriptable__ = _not_scriptable
@@ -107,7 +108,7 @@ class FusedAddLayerNorm(nn.LayerNorm):
 class FusedAddRMSNorm(nn.RMSNorm):
     """`fused_layernorm.fused_add_rms_norm` with the parameters of `torch.nn.RMSNorm`, whose checkpoints load.
 
-    ``module(x, residual)`` returns ``(y, residual_out)``; dropout of x is on in training mode.
+    ``module(x, residual)`` returns ``(y, residual_out)``. Dropout of x is active in training mode.
     """
 
     __prepare_scriptable__ = _not_scriptable
@@ -137,9 +138,9 @@ class FusedAddRMSNorm(nn.RMSNorm):
 
 
 class FusedAdaptiveLayerNorm(nn.LayerNorm):
-    """`fused_layernorm.fused_adaptive_layer_norm`; without parameters of its own unless asked for, as in DiT.
+    """`fused_layernorm.fused_adaptive_layer_norm`. By default it has no parameters, as in DiT.
 
-    ``module(x, scale, shift)`` returns y, ``module(x, scale, shift, gate=, residual=)`` ``(y, residual_out)``.
+    ``module(x, scale, shift)`` returns y; ``module(x, scale, shift, gate=, residual=)`` returns ``(y, residual_out)``.
     """
 
     __prepare_scriptable__ = _not_scriptable
@@ -165,9 +166,9 @@ class FusedAdaptiveLayerNorm(nn.LayerNorm):
 
 
 class FusedAdaptiveRMSNorm(nn.RMSNorm):
-    """`fused_layernorm.fused_adaptive_rms_norm`; without parameters of its own unless asked for.
+    """`fused_layernorm.fused_adaptive_rms_norm`. By default it has no parameters.
 
-    ``module(x, scale, shift=None)`` returns y, ``module(x, scale, gate=, residual=)`` ``(y, residual_out)``.
+    ``module(x, scale, shift=None)`` returns y; ``module(x, scale, gate=, residual=)`` returns ``(y, residual_out)``.
     """
 
     __prepare_scriptable__ = _not_scriptable
@@ -285,7 +286,7 @@ def _extra_repr_of_add(module: FusedAddLayerNorm | FusedAddRMSNorm) -> str:
 
 
 def _take_offset_from(module: FusedGatedLayerNorm | FusedGatedRMSNorm) -> None:
-    """weight + weight_offset begins as 1."""
+    """Initialize weight so that weight + weight_offset is 1."""
     if module.elementwise_affine and module.weight_offset:
         nn.init.constant_(module.weight, 1 - module.weight_offset)
 

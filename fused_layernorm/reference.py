@@ -21,24 +21,24 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Options(NamedTuple):
-    """The options of both operators, in their order (csrc/torch/norm_call.h)."""
+    """The options of both operators, in the order of csrc/torch/norm_call.h."""
 
     normalized_ndim: int
     eps: float
     weight_offset: float = 0.0
     is_rms_norm: bool = False
     stats_grad: bool = True
-    activation: int = 0  # which of ACTIVATIONS; of y, or of the gate of a gated norm
+    activation: int = 0  # index into ACTIVATIONS; of y, or of the gate of a gated norm
     dropout_p: float = 0.0
     drops_y: bool = False
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
     gates_y: bool = False  # a gated norm's gate multiplies y, not x
-    per_head: bool = False  # the leading dimensions of weight and bias are x's last ones before the normalized
+    per_head: bool = False  # weight and bias have x's last dimensions before the normalized ones too
 
 
 class Wanted(NamedTuple):
-    """The options of norm_backward behind Options."""
+    """The options of norm_backward after Options."""
 
     z_is_y: bool
     x_dtype: torch.dtype
@@ -56,7 +56,7 @@ def _gelu_slope(u: Tensor) -> Tensor:
 
 def _gelu_tanh_slope(u: Tensor) -> Tensor:
     k = 2 * math.sqrt(2 / math.pi)
-    v = k * (u + 0.044715 * u**3)  # gelu is u * sigmoid(v). 1 - sigmoid(v) would cancel, in the second derivative too
+    v = k * (u + 0.044715 * u**3)  # gelu is u * sigmoid(v). 1 - sigmoid(v) would cancel, also in the second derivative
     s = torch.sigmoid(v)
     return s + u * s * torch.sigmoid(-v) * k * (1 + 3 * 0.044715 * u * u)
 
@@ -83,14 +83,14 @@ ACTIVATION_NAMES = tuple(name for name, _, _ in ACTIVATIONS)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics and sums of `dtype` are kept: fp64 for fp64, fp32 for the rest."""
+    """The dtype of statistics and sums for inputs of `dtype`: fp64 for fp64, fp32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_shape(normalized_shape: Any) -> tuple[int, ...]:
-    """normalized_shape as a tuple of Python's own ints: torch.compile takes numpy's for tensors."""
+    """normalized_shape as a tuple of Python ints: torch.compile treats numpy ints as tensors."""
     is_size = isinstance(normalized_shape, (int, torch.SymInt))
-    if not is_size and hasattr(normalized_shape, "__index__"):  # numpy's numbers; an array may be of sizes
+    if not is_size and hasattr(normalized_shape, "__index__"):  # a numpy number; an array may hold several sizes
         is_size = not getattr(normalized_shape, "ndim", 0)
     try:
         return tuple(map(_as_size, (normalized_shape,) if is_size else normalized_shape))
@@ -101,7 +101,7 @@ def as_shape(normalized_shape: Any) -> tuple[int, ...]:
 def _as_size(n: Any) -> Any:
     if isinstance(n, bool):
         raise TypeError
-    return n if isinstance(n, (int, torch.SymInt)) else operator.index(n)  # of a SymInt that would be a constant
+    return n if isinstance(n, (int, torch.SymInt)) else operator.index(n)  # index() of a SymInt is a constant
 
 
 def check_norm_arguments(
@@ -113,7 +113,8 @@ def check_norm_arguments(
     weight_offset: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, ...]:
-    """Raise as csrc/torch/norm_ops.cpp does for arguments no norm can take; return normalized_shape as a tuple."""
+    """Raise for arguments that no norm can take, as csrc/torch/norm_ops.cpp does; return normalized_shape as a
+    tuple."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
@@ -122,7 +123,7 @@ def check_norm_arguments(
         raise TypeError(f"x must be a dense (strided) tensor, got layout {x.layout}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and not isinstance(parameter, Tensor):
-            # Where torch.nn.functional's norms have normalized_shape
+            # torch.nn.functional's norms have normalized_shape in this position
             hint = "; normalized_shape is given by keyword" if isinstance(parameter, (int, tuple, list)) else ""
             raise TypeError(f"{name} must be a Tensor or None, got {type(parameter).__name__}{hint}")
     taken_from = None
@@ -145,7 +146,7 @@ def check_norm_arguments(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        own = parameter.dim() if taken_from is None else 0  # more dimensions than normalized_shape: for each head
+        own = parameter.dim() if taken_from is None else 0  # more dimensions than normalized_shape: per head
         is_per_head = len(normalized_shape) < own <= x.dim() and tuple(parameter.shape) == tuple(x.shape[-own:])
         if not is_per_head and tuple(parameter.shape) != normalized_shape:
             raise RuntimeError(f"{name} must have the shape of normalized_shape, [{_join(normalized_shape)}], "
@@ -169,7 +170,7 @@ def check_norm_arguments(
 
 
 def check_gate(x: Tensor, gate: Tensor) -> None:
-    """Raise for what is no gate of an x that is fine."""
+    """Raise for an invalid gate of a valid x."""
     if not isinstance(gate, Tensor):
         raise TypeError(f"gate must be a Tensor, got {type(gate).__name__}")
     _check_like("gate", gate, x)
@@ -189,7 +190,7 @@ def _check_like(name: str, t: Tensor, x: Tensor) -> None:
 def check_add_arguments(
     x: Tensor, residual: Tensor | None, residual_dtype: torch.dtype | None, dropout_p: float
 ) -> torch.dtype:
-    """Raise for what cannot be added to an x that is fine; return the dtype of z."""
+    """Raise for a residual that cannot be added to a valid x; return the dtype of z."""
     check_dropout_p(dropout_p)
     given = x.dtype
     if residual is not None:
@@ -207,13 +208,13 @@ def check_add_arguments(
 
 
 def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tensor:
-    """scale, shift or gate with as many dimensions as x, to be broadcast; raise for what does not fit x."""
+    """scale, shift or gate with as many dimensions as x, for broadcasting; raise if it does not fit x."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
     if t.device != x.device:
         raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
     if t.dtype != x.dtype and t.dtype in DTYPES and torch.promote_types(t.dtype, x.dtype) == x.dtype:
-        t = t.to(x.dtype)  # of a projection under autocast, narrower than x: loses nothing
+        t = t.to(x.dtype)  # such as from a projection under autocast; widening loses nothing
     if not _goes_with(t.dtype, x.dtype):
         raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, or narrower, got {t.dtype}")
     if t.layout != torch.strided:
@@ -223,7 +224,7 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
     if len(shape) == x.dim():
         if shape[leading:] == row and all(n in (1, of) for n, of in zip(shape[:leading], x.shape, strict=False)):
             return t
-    elif len(shape) == len(row) and shape == row:  # lengths first: symbolic sizes that are compared become guards
+    elif len(shape) == len(row) and shape == row:  # lengths first: comparing symbolic sizes adds guards
         return t.reshape(*[1] * leading, *row)
     elif leading > 1 and len(shape) == 1 + len(row) and shape == (x.shape[0], *row):
         return t.reshape(x.shape[0], *[1] * (leading - 1), *row)
@@ -234,7 +235,7 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
 
 
 def check_number(name: str, value: Any) -> None:
-    # float first, as it is quick to find; numpy's numbers are Real
+    # float first, because it is found quickly; numpy's numbers are Real
     is_number = isinstance(value, (float, numbers.Real, torch.SymFloat, torch.SymInt))
     if not (is_number or (isinstance(value, Tensor) and value.numel() == 1)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -252,7 +253,7 @@ def _goes_with(dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
 
 
 def _dtypes_beside(x: Tensor) -> str:
-    """What `_goes_with` allows, in words."""
+    """The dtypes that `_goes_with` allows, in words."""
     return f"{x.dtype}{'' if x.dtype in (torch.float32, torch.float64) else ', or float32'}"
 
 
@@ -261,11 +262,11 @@ def _join(shape: Sequence[int]) -> str:
 
 
 def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) -> Tensor:
-    """Which elements of [rows, hidden_size] dropout keeps: csrc/philox.h in PyTorch operations.
+    """The elements of [rows, hidden_size] that dropout keeps: csrc/philox.h in PyTorch operations.
 
     philox holds two int64, seed and offset. Word k of Philox4x32-7 with key seed and counter (octet, row, offset) is
-    the number of column 8 * octet + k, with its halves exchanged that of column 8 * octet + 4 + k; an element is kept
-    where its number is at least dropout_p * 2^32 (and, with a dropout_p above 0, at least 1).
+    the number of column 8 * octet + k; with exchanged halves it is the number of column 8 * octet + 4 + k. An element
+    is kept if its number is at least dropout_p * 2^32 (and, for a dropout_p above 0, at least 1).
     """
     low = 0xFFFFFFFF
     seed, offset = philox.unbind()
@@ -275,7 +276,7 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
     c1, c2, c3 = row & low, offset & low, (offset >> 32) & low
     key0, key1 = seed & low, (seed >> 32) & low
     for _ in range(7):
-        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps around, which leaves their bits right
+        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps around with the right bits
         c0, c2 = ((product1 >> 32) & low) ^ c1 ^ key0, ((product0 >> 32) & low) ^ c3 ^ key1
         c1, c3 = product1 & low, product0 & low
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
@@ -286,14 +287,14 @@ def dropout_mask(philox: Tensor, rows: int, hidden_size: int, dropout_p: float) 
 
 
 def dropout(x: Tensor, mask: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """x / (1 - dropout_p) where mask (of x's numbers of elements) says so, else 0, rounded to dtype once."""
+    """x / (1 - dropout_p) where mask is true, else 0, rounded to dtype once. mask has x's number of elements."""
     scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
     wide = x.to(torch.promote_types(accumulation_dtype(x.dtype), dtype))
     return torch.where(mask.view(x.shape), wide * scale, torch.zeros((), dtype=wide.dtype, device=x.device)).to(dtype)
 
 
 def broadcast(parameter: Tensor, x: Tensor, options: Options) -> Tensor:
-    """weight, bias or gate as it broadcasts to x: [batch, *normalized] has x's first dimension."""
+    """weight, bias or gate in a shape that broadcasts to x: [batch, *normalized] has x's first dimension."""
     own, leading = parameter.dim() - options.normalized_ndim, x.dim() - options.normalized_ndim
     if own in (0, leading) or options.per_head:
         return parameter
@@ -312,7 +313,7 @@ def _sum_to(values: Tensor, parameter_shape: Sequence[int], options: Options) ->
 
 
 def _kept(x: Tensor, philox: Tensor | None, options: Options) -> Tensor | None:
-    """Which elements dropout keeps, of x's shape; None without dropout."""
+    """The elements that dropout keeps, in x's shape; None without dropout."""
     if philox is None or not options.dropout_p:
         return None
     leading = x.dim() - options.normalized_ndim
@@ -323,13 +324,13 @@ def _kept(x: Tensor, philox: Tensor | None, options: Options) -> Tensor | None:
 def _x_hat_and_rstd(
     x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    def source(z: Tensor) -> Tensor:  # statistics are taken of this
+    def source(z: Tensor) -> Tensor:  # the statistics are computed from this
         return z if stats_grad else z.detach()
 
     z = x.to(accumulation_dtype(x.dtype))
     if not is_rms_norm:
         z = z - source(z).mean(dims, keepdim=True)
-        z = z - source(z).mean(dims, keepdim=True)  # the rounding error of the mean: matters where |mean| >> sigma
+        z = z - source(z).mean(dims, keepdim=True)  # the rounding error of the mean: matters if |mean| >> sigma
     rstd = (source(z) * source(z)).mean(dims, keepdim=True).add(eps).rsqrt()
     return z * rstd, rstd
 
@@ -355,9 +356,10 @@ def norm_forward(
         gates_y:   z = x                        y = u * activation(gate)
         otherwise: z = x * activation(gate)     y = u
 
-    z is rounded to z_dtype before the statistics are taken; that of a gated norm never is. Without stats_grad, mean and
-    rstd are constants to differentiation. With rounding "llama", x_hat is rounded to z's dtype before `llama_product`.
-    RMSNorm has the bits of transformers' LlamaRMSNorm, and with rounding "torch" those of GemmaRMSNorm.
+    z is rounded to z_dtype before the statistics; z of a gated norm is not rounded. Without stats_grad, mean and rstd
+    are constants in differentiation. With rounding "llama", x_hat is rounded to z's dtype, and later operations run in
+    the wider of that and weight's dtype, as in transformers' LlamaRMSNorm. "gemma" equals "torch" in this function: the
+    operations, and so the bits, are those of GemmaRMSNorm.
     """
     options = Options(*given)
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
@@ -412,7 +414,7 @@ def z_dtype(residual: Tensor | None, options: Options) -> torch.dtype | None:
 
 
 def stats(z: Tensor, *given: Any) -> Tensor:
-    """The statistics that the operator norm_forward returns for RMSNorm, by the operations of norm_forward above."""
+    """The statistics that the operator norm_forward returns for RMSNorm, with the operations of norm_forward above."""
     options = Options(*given)
     dims = tuple(range(-options.normalized_ndim, 0))
     _, rstd = _x_hat_and_rstd(z, dims, options.eps, options.is_rms_norm, True)
@@ -431,8 +433,8 @@ def norm_backward(
     philox: Tensor | None,
     *given: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, residual, gate, weight and bias, from the arguments of the operator norm_backward; None where not
-    wanted. Differentiable in every tensor::
+    """Gradients of x, residual, gate, weight and bias, from the arguments of the operator norm_backward; None for
+    unwanted ones. Differentiable in every tensor::
 
         grad_u = keep * dropout_scale * grad_output * activation'(u)      wdy = (weight + weight_offset) * grad_u
         c1 = mean(x_hat * wdy)    c2 = mean(wdy), 0 for RMSNorm           (c1 = c2 = 0 without stats_grad)
@@ -441,7 +443,7 @@ def norm_backward(
         grad_gate = sum(keep * dropout_scale * x * grad_z)
         grad_weight = sum(grad_u * x_hat)      grad_bias = sum(grad_u)
 
-    Of a gated norm, whose x is the argument z::
+    For a gated norm, whose x is the argument z::
 
         gates_y:   grad_u = grad_output * activation(gate)   grad_gate = grad_output * u * activation'(gate)
         otherwise: grad_x = grad_z * activation(gate)        grad_gate = grad_z * x * activation'(gate)
@@ -511,5 +513,5 @@ def norm_backward(
 
 
 def _own(gradient: Tensor, *given: Tensor | None) -> Tensor:
-    """The gradient; a copy if it is one of the tensors that the caller holds."""
+    """The gradient, or a copy if it is one of the caller's tensors."""
     return gradient.clone() if any(gradient is t for t in given) else gradient

@@ -1,7 +1,7 @@
-"""Drop-in: give the norms of an existing model this library's forward, in place, and back again.
+"""replace_norms gives the norms of an existing model this library's forward, in place; restore_norms undoes it.
 
-Only the class of a module changes, so parameters, buffers, hooks, names, dtype, device and training flag are untouched.
-A module is recognised by what it computes, never by `isinstance`: a subclass may compute anything.
+Only the class of a module changes. Parameters, buffers, hooks, names, dtype, device and training flag stay the same. A
+module is recognized by what it computes, never by `isinstance`: a subclass may compute anything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHER_TORCH_NORMS = (
 
 @dataclass(frozen=True)
 class NormEntry:
-    """One module of a report: `replaced_by` is its new class, or None and `reason` says why it was left."""
+    """One module of a report. `replaced_by` is its new class; None means that it was left, and `reason` says why."""
 
     name: str
     module_class: str
@@ -48,18 +48,20 @@ class NormEntry:
 
 @dataclass(frozen=True)
 class ReplaceReport:
-    """What `replace_norms` or `restore_norms` did; print it for a table with repeated layers folded together."""
+    """The result of `replace_norms` or `restore_norms`. It prints as a table with one row for repeated layers."""
 
-    entries: tuple[NormEntry, ...]
-    action: str = "replaced"  # or "restored"
+    entries: tuple[NormEntry, ...]  # one for each norm: name, module_class, replaced_by (or None), reason
+    action: str = "replaced"  # "replaced" or "restored"
     notes: tuple[str, ...] = ()  # about the model as a whole
 
     @property
     def replaced(self) -> list[NormEntry]:
+        """The norms that have another class now."""
         return [entry for entry in self.entries if entry.replaced_by]
 
     @property
     def left(self) -> list[NormEntry]:
+        """The norms that were left, each with its reason."""
         return [entry for entry in self.entries if not entry.replaced_by]
 
     def __str__(self) -> str:
@@ -87,40 +89,42 @@ def replace_norms(
     transformers: bool = True,
     rounding: Literal["torch", "model"] = "torch",
 ) -> ReplaceReport:
-    """Swap the LayerNorms and RMSNorms of `model` for fused ones, in place.
+    """Replace the LayerNorms and RMSNorms of `model` by fused ones, in place.
 
-    Replaced are modules whose class is exactly `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, and norms of Hugging Face
-    transformers and diffusers, timm and torchvision whose forward is one of the known formulas, compared as code, not
-    by name (Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, the gated norms of Mamba 2,
-    Qwen3-Next, Kimi Linear and Falcon-H1, and the LayerNorms of images over channels). Anything else is left as it is,
-    with the reason: other subclasses, parametrized modules, instances with a forward of their own, weights that are
-    sharded or quantized. docs/models.md shows it for whole models.
+    Replaces modules whose class is exactly `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, and norms of Hugging Face
+    transformers and diffusers, timm and torchvision whose forward is a known formula. The code of the forward is
+    compared, not its name. Known are Llama, OLMo, Gemma, T5, Cohere and the many models that share their formulas, the
+    gated norms of Mamba 2, Qwen3-Next, Kimi Linear and Falcon-H1, and LayerNorms over the channels of images. All other
+    norms are left unchanged, and the report gives the reason: other subclasses, parametrized modules, instances
+    with their own forward, sharded or quantized weights. docs/models.md lists the tested models.
 
-    Only `module.__class__` changes, to a subclass of the original (and a normalized_shape of numpy's ints to Python's).
-    Parameters stay the same objects (an optimizer made before goes on working), state_dict keys, hooks and names stay;
-    deepcopy, pickle and `isinstance` work. Calling it twice changes nothing more; `restore_norms` undoes it. Replace
-    before sharding (FSDP, tensor parallel).
+    Only `module.__class__` changes, to a subclass of the original (and numpy ints in normalized_shape become Python
+    ints). Parameters stay the same objects, so an existing optimizer keeps working. state_dict keys, hooks and names
+    stay; deepcopy, pickle and `isinstance` work. A second call changes nothing; `restore_norms` undoes the first. Call
+    it before sharding (FSDP, tensor parallel).
 
-    Numerics: statistics and products in float32, one rounding at the end. That is what torch, OLMo, GPT-OSS, Gemma and
-    Cohere do. Llama and T5 round the normalized value to 16 bits before they multiply by weight; there the result is up
-    to one unit in the last place of the 16-bit dtype apart, and equal to within float32 rounding in float32.
-    ``rounding="model"`` rounds where they do (`fused_rms_norm`'s ``rounding="llama"``, two kernels). Others round once
-    more, before the gate or a bias: the report's note says how far apart that is. A norm of a package other
-    than torch returns the dtype the original returns (float32 where a Llama norm with float32 weight is given bfloat16)
-    and goes back to the original code for what it cannot take in one pass, such as float64 or a gate that is broadcast.
-    Under CUDA autocast the output has the input's dtype, where torch's LayerNorm returns float32.
+    Numerics: statistics and products in float32, one rounding at the end, as in torch, OLMo, GPT-OSS, Gemma and Cohere.
+    Llama and T5 round the normalized value to 16 bits before they multiply by weight: 16-bit results differ by up to
+    one unit in the last place, float32 results by float32 rounding. Other norms round once more, before a gate or a
+    bias: the report's note gives the difference. A norm of a package other than torch returns the dtype that the
+    original returns (float32 for a Llama norm with float32 weight and bfloat16 input). It runs the original code for
+    inputs that the kernels do not take, such as float64 or a gate that is broadcast. Under CUDA autocast the output has
+    the input's dtype, whereas torch's LayerNorm returns float32.
 
     Args:
         model: any module; it may be a norm itself.
-        filter: called as ``filter(name, module)`` for every norm that could be replaced; False leaves it. A module
-            that has several names is replaced if all of them pass.
+        filter: called as ``filter(name, module)`` for every norm that can be replaced; False leaves the norm. A module
+            with several names is replaced if all names pass.
         transformers: whether to replace the norms of transformers' models too.
         rounding: "torch" (default), one rounding at the end; "model", the rounding of the norm's class, for RMSNorms
             without a gate (Llama, Mistral, Qwen, DeepSeek, T5 and those that share their formulas; diffusers).
             To change it, `restore_norms` first.
 
     Returns:
-        A `ReplaceReport`: every norm of the model, what it is now, or why it was left.
+        A `ReplaceReport`: every norm of the model with its new class, or the reason why it was left.
+
+    Raises:
+        TypeError: a model that is not a module, or a filter that is not a function.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4)
@@ -133,7 +137,9 @@ def replace_norms(
     if rounding not in ("torch", "model"):
         raise ValueError(f'rounding must be "torch" or "model", got {rounding!r}')
     names = _names_by_module(model)
-    decisions = []  # decide on all before changing any: an exception in filter leaves the model as it was
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of (name, module) or None, got {type(filter).__name__}")
+    decisions = []  # decide on all before changing any: an exception in filter leaves the model unchanged
     for module, aliases in names.items():
         if not _is_norm(module):
             continue
@@ -155,14 +161,17 @@ def replace_norms(
 def restore_norms(model: nn.Module) -> ReplaceReport:
     """Undo `replace_norms`: give each fused norm of `model` its original class back, in place.
 
-    Modules built as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too.
-    Others of this library, such as `FusedAddLayerNorm`, stay: torch.nn has none of their kind.
+    Modules created as `FusedLayerNorm` or `FusedRMSNorm` become `torch.nn.LayerNorm` and `torch.nn.RMSNorm` too. Other
+    modules of this library, such as `FusedAddLayerNorm`, stay: torch.nn has no equivalent.
 
     Args:
         model: any module; it may be a norm itself.
 
     Returns:
-        A `ReplaceReport`: every norm that was fused, what it is now, or why it was left.
+        A `ReplaceReport`: every fused norm with its new class, or the reason why it was left.
+
+    Raises:
+        TypeError: a model that is not a module.
     """
     originals = {fused: original for original, fused in _TORCH_CLASSES.items()}
     entries = []
@@ -170,7 +179,7 @@ def restore_norms(model: nn.Module) -> ReplaceReport:
         cls = type(module)
         original = cls.original_class if _FusedKnownNorm in cls.__bases__ else originals.get(cls)
         if original is not None and "forward" in vars(module):  # such as accelerate's hooks, around the fused one
-            entries.append(NormEntry(", ".join(aliases), cls.__name__, None, "this instance has a forward of its own"))
+            entries.append(NormEntry(", ".join(aliases), cls.__name__, None, "this instance has its own forward"))
         elif original is not None:
             entries.append(NormEntry(", ".join(aliases), cls.__name__, original.__name__))
             module.__class__ = original
@@ -201,14 +210,14 @@ def _names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a reader of the report would look for this module: torch's norms and leaves that call themselves norm."""
+    """Whether the report lists this module: torch's norms, and modules without children whose class name has "norm"."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, *_OTHER_TORCH_NORMS)):
         return True
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
-def _decide(module: nn.Module, transformers: bool, rounding: str) -> tuple[type | None, str]:
-    """The fused class for a module and a note on its numerics; or None and why the module has to be left."""
+def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
+    """The fused class for a module and a note on its numerics, or None and the reason to leave the module."""
     cls = type(module)
     package = cls.__module__.partition(".")[0]
     if package == __package__:
@@ -218,7 +227,7 @@ def _decide(module: nn.Module, transformers: bool, rounding: str) -> tuple[type 
     if nn.utils.parametrize.is_parametrized(module):
         return None, "parametrized"
     if "forward" in vars(module):
-        return None, "this instance has a forward of its own"
+        return None, "this instance has its own forward"
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) is not nn.Parameter:
             return None, f"its {name} is a {type(parameter).__name__}: replace before sharding or quantizing"
@@ -226,7 +235,7 @@ def _decide(module: nn.Module, transformers: bool, rounding: str) -> tuple[type 
             return None, f"its {name} is {parameter.dtype}"
     if cls in _TORCH_CLASSES:
         if "weight" not in module._parameters:
-            return None, "its weight is not a Parameter of its own (sharded or reparametrized)"
+            return None, "its weight is not a Parameter of the module (sharded or reparametrized)"
         return _TORCH_CLASSES[cls], ""
     if package not in _KNOWN_PACKAGES:
         base = next((base.__name__ for base in _TORCH_CLASSES if issubclass(cls, base)), None)
@@ -248,13 +257,13 @@ def _decide(module: nn.Module, transformers: bool, rounding: str) -> tuple[type 
 
 
 def why_not(module: nn.Module, formula: _Formula) -> str | None:
-    """Why this module is not served, though the forward of its class is known; None where it is."""
+    """Why this module cannot be replaced although the forward of its class is known; None if it can."""
     if getattr(module, "_fast_norm", False):
         return "timm's set_fast_norm is on"
     if formula.has_weight:
         weight = module._parameters.get("weight")
         if weight is None and getattr(module, "weight", None) is not None:
-            return "its weight is not a Parameter of its own (sharded or reparametrized)"
+            return "its weight is not a Parameter of the module (sharded or reparametrized)"
     if formula.gates and getattr(module, "activation", "silu") not in _ACTIVATIONS:
         return f"its gate has the activation {module.activation!r}"
     return None
@@ -262,7 +271,7 @@ def why_not(module: nn.Module, formula: _Formula) -> str | None:
 
 @dataclass(frozen=True)
 class _Formula:
-    """What the forward of a norm that is not torch's computes, in the terms of our functions."""
+    """The forward of a norm that is not torch's, as arguments of our functions."""
 
     is_rms_norm: bool = True
     eps: str | float = "variance_epsilon"  # the attribute that holds it, or its value
@@ -274,30 +283,27 @@ class _Formula:
     # The sizes that the last dimension is cut into, groups and columns of a group with statistics of their own, as
     # numbers or attributes that hold them; -1 for what follows from the other.
     groups: tuple[str | int, str | int] | None = None
-    gates: str = ""  # what the argument `gate` multiplies, "x" or "y"; or "norm_before_gate": y where that is true
-    needs_gate: bool = False  # else gate=None is the norm without a gate
-    promotes: bool = False  # the output has weight's dtype where that is wider than x's
-    # Whether x_hat is rounded to x's dtype before the product with weight: "always", or "with 16-bit weights".
-    rounds_x_hat: str = ""
+    gates: str = ""  # the operand of the argument `gate`: "x", "y", or "norm_before_gate": y if that attribute is true
+    needs_gate: bool = False  # False: gate=None is the norm without a gate
+    promotes: bool = False  # the output has weight's dtype if it is wider than x's
     note: str = ""
 
 
 _ROUNDS_TWICE = "rounds once in float32; up to 1 ulp from the original in 16-bit dtypes"
 _ROUNDS_THRICE = "rounds once in float32; up to 2 ulp from the original in 16-bit dtypes"
-_ROUNDS_AS_MODEL = "rounds where the original does; in 16-bit dtypes about 1 of 10,000 elements is 1 or 2 ulp from it"
-# Where the two cancel, that is more than 2 ulp of the result.
+# If the two cancel, that is more than 2 ulp of the result.
 _ROUNDS_BEFORE_BIAS = "rounds once in float32; up to 2 ulp of what bias is added to from the original in 16-bit dtypes"
 
 _LAYER_NORM = _Formula(is_rms_norm=False, eps="eps", has_bias=True, like_torch=True)
 _LAYER_NORM_2D = replace(_LAYER_NORM, channels="channels_first")
 _TIMM_RMS_NORM = _Formula(eps="eps", like_torch=True)
 
-# What a gated norm's attribute `activation`, where it has one, may be, and what our functions call it.
+# Values of a gated norm's attribute `activation`, and our functions' names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
-# Fingerprints (see _fingerprint) of the forwards found in the known packages, by family. A new model's norm joins by
-# one line here, after its forward was read and put into the fields of _Formula, and one in tests/test_replace.py; the
-# report shows the fingerprint of a norm it does not know.
+# Fingerprints (see _fingerprint) of the forwards in the known packages, by family. To add a model's norm, read its
+# forward, describe it by the fields of _Formula in one line here, and add a line in tests/test_replace.py. The report
+# shows the fingerprint of an unknown norm.
 _FORMULAS: dict[str, _Formula] = {
     # x_hat rounded to x's dtype, then multiplied by weight: Llama, Mistral, Qwen2, Qwen3, DeepSeek-V3, ...
     "3e93015547c4": _Formula(promotes=True, rounds_x_hat="always", note=_ROUNDS_TWICE),
@@ -356,7 +362,7 @@ _FORMULAS: dict[str, _Formula] = {
 
 
 def formula_of(cls: type) -> _Formula | None:
-    """What the forward of this class computes; None where its code is not known."""
+    """The formula of this class's forward; None if its code is unknown."""
     return _FORMULAS.get(_class_fingerprint(cls) or "")
 
 
@@ -365,20 +371,20 @@ def _class_fingerprint(cls: type) -> str | None:
         return None
     code = getattr(cls.forward, "__code__", None)
     if code and "super" in code.co_names and cls.__mro__[1] is not nn.LayerNorm:
-        return None  # what it calls is not to be seen in its text
+        return None  # its text does not show the code it calls
     return _fingerprint(cls.forward, getattr(cls, "_norm", None))
 
 
-# What the known forwards call, where their modules have a global of that name.
+# The globals that the known forwards use must have these values.
 _MEANT = {"torch": torch, "nn": nn, "F": F, "rms_norm": F.rms_norm}
 
 
 @functools.cache
 def _fingerprint(forward: Callable, helper: Callable | None) -> str | None:
-    """Hash of the code of a forward and its helper, blind to comments, annotations and names of local variables.
+    """Hash of the code of a forward and its helper, without comments, annotations and names of local variables.
 
-    None where there is no source to read. Reading the code object, not the function, keeps inspect from looking through
-    a wrapper that changes what is computed.
+    None if there is no source. Reading the code object, not the function, keeps inspect from looking through a wrapper
+    that changes the computation.
     """
     texts = []
     for function in (forward, helper):
@@ -416,7 +422,7 @@ def _canonical(function: ast.FunctionDef) -> str:
 
 
 class _FusedKnownNorm:
-    """Mixed in before a norm class that is not torch's: its attributes, our forward."""
+    """Mixin before a norm class that is not torch's: the attributes of that class, our forward."""
 
     original_class: type
     formula: _Formula
@@ -435,15 +441,15 @@ class _FusedKnownNorm:
         return fused_forward(self, self.formula, x, gate, self.rounding)
 
     def __reduce_ex__(self, protocol):
-        # Pickle finds classes by name, and this one is made at run time: it is made again from the original.
-        return _new_module, (self.original_class, self.rounding), self.__dict__
+        # Pickle finds classes by name. This class is made at run time, so loading makes it again from the original.
+        return _new_module, (self.original_class,), self.__dict__
 
 
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes_fused(module: nn.Module, formula: _Formula, x: Tensor, gate: Tensor | None = None) -> bool:
-    """Whether x and gate, with the weight of `module`, are such that one pass gives what `formula` says."""
+    """Whether one pass can compute `formula` for x and gate with the weight of `module`."""
     if gate is None:
         if formula.needs_gate:
             return False
@@ -470,7 +476,7 @@ def fused_forward(
     if channels_first:
         x = x.permute(0, 2, 3, 1)
     groups = _groups(module, formula, x)
-    if groups:  # weight then has a value for each of their columns, as for heads
+    if groups:  # weight then has a value for each column of each group, as for heads
         x, gate, weight = (t if t is None else t.unflatten(-1, groups) for t in (x, gate, weight))
     eps = getattr(module, formula.eps) if isinstance(formula.eps, str) else formula.eps
     options = {
@@ -492,7 +498,7 @@ def fused_forward(
 
 
 def _groups(module: nn.Module, formula: _Formula, x: Tensor) -> list[int] | None:
-    """The sizes that x's last dimension is cut into; None for one group of them all."""
+    """The sizes into which x's last dimension is split; None for one group."""
     if formula.groups is None:
         return None
     sizes = [getattr(module, size) if isinstance(size, str) else size for size in formula.groups]
@@ -512,7 +518,7 @@ def _fused_class(original: type, rounding: str) -> type:
     return type(f"Fused{original.__name__}", (_FusedKnownNorm, original), namespace)
 
 
-def _new_module(original: type, rounding: str) -> nn.Module:
-    # A model saved with one version of transformers may be loaded with another, whose norm is not known.
-    cls = _fused_class(original, rounding) if formula_of(original) else original
+def _new_module(original: type) -> nn.Module:
+    # A model saved with one version of transformers may be loaded with another, whose norm is unknown.
+    cls = _fused_class(original) if formula_of(original) else original
     return cls.__new__(cls)

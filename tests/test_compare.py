@@ -3,12 +3,16 @@
 import json
 import re
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import compare  # noqa: E402
+
+import test_benchmark  # noqa: E402
 
 
 def of_benchmark(us, op="layer_norm", rows=32, **more):
@@ -97,3 +101,32 @@ def test_limit(old, new, options, code, run):
 def test_a_cell_that_is_there_twice(run):
     with pytest.raises(SystemExit, match="two times of one cell"):
         run([of_benchmark(1.0), of_benchmark(2.0)], [])
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "[]", "{}"])
+@pytest.mark.parametrize("program", ["compare.py", "check_targets.py", "plot"])
+def test_what_is_no_record_ends_in_a_sentence(tmp_path, monkeypatch, program, text):
+    path = tmp_path / "record.json"
+    if text is not None:
+        path.write_text(text)
+    if program == "compare.py":
+        call = partial(compare.main, [str(path), str(path)])
+    elif program == "check_targets.py":
+        call = partial(import_module("check_targets").main, path)
+    else:
+        pytest.importorskip("matplotlib")
+        call = partial(test_benchmark.main, ["--plot", str(path)])
+    if program == "plot" and text is None:
+        with pytest.raises(SystemExit, match="2"):
+            call()
+    else:
+        with pytest.raises(SystemExit, match=re.escape(str(path))):
+            call()
+
+
+@pytest.mark.parametrize("option", ["--json", "--record"])
+def test_a_record_that_cannot_be_written_is_told_before_anything_is_timed(tmp_path, capsys, option):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        test_benchmark.parse_arguments([option, str(tmp_path / "file" / "there" / "run.json")])
+    assert f"{option}: " in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_layernorm
-from fused_layernorm import compat
+from fused_layernorm import compat, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -111,10 +111,64 @@ def test_every_public_name_is_in_the_reference():
     assert all(getattr(fused_layernorm, name).__doc__ for name in fused_layernorm.__all__) and compat.__doc__
 
 
-def test_the_first_code_of_the_readme_runs(capsys):
+def test_references_of_the_tables_lead_to_the_same_argument():
+    """the argument there has this type and default, and a description. Two functions that differ only in the norm refer
+    to each other: dropout_p beside a residual is dropout of x, elsewhere of y"""
+    page = (DOCS / "api.md").read_text()
+    sections = {part.split("`", 2)[1]: part for part in page.split("\n### ")[1:]}
+    checked = 0
+    for name in (function.__name__ for function in FUNCTIONS):
+        own = inspect.signature(getattr(fused_layernorm, name)).parameters
+        assert all(f"\n| `{argument}` | " in sections[name] for argument in own)
+        for argument, other in re.findall(r"\n\| `(\w+)` \| .*\| as in \[`(\w+)`\]", sections[name]):
+            theirs = inspect.signature(getattr(fused_layernorm, other)).parameters[argument]
+            assert argument == "shift" or theirs.default == own[argument].default, (name, argument)
+            assert argument == "shift" or theirs.annotation == own[argument].annotation, (name, argument)
+            assert f"| `{argument}` | " in sections[other] and "as in [" not in row_of(sections[other], argument)
+            sibling = name.replace("rms", "?").replace("layer", "rms").replace("?", "layer")
+            if argument in sections[sibling] and "as in [" not in row_of(sections[sibling], argument):
+                assert other == sibling or "_".join(name.split("_")[1:]) in ("layer_norm", "rms_norm"), (name, argument)
+            checked += 1
+    assert checked > 50
+
+
+def row_of(section, argument):
+    return next(line for line in section.splitlines() if line.startswith(f"| `{argument}` |"))
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS], ids=lambda f: f.__name__)
+def test_each_function_has_a_module(function):
+    """of the same name, with its parameters, that computes what the function does"""
+    name = "".join(part.capitalize() for part in function.__name__.split("_")).replace("Rms", "RMS")
+    torch.manual_seed(0)
+    module = getattr(fused_layernorm, name)(8)
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is inspect.Parameter.empty]
+    inputs = [torch.randn(2, 3, 8) for _ in needed]
+    found, wanted = module(*inputs), function(*inputs, weight=module.weight, eps=module.eps, normalized_shape=8)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 800 and len(text.splitlines()) <= 110
+    assert text.count("![") == 1 and text.count("\n|---") == 1, "one plot and one table"
+    assert "\n| training step |" in text and not re.search(r"git clone (https?:|git@)", text)
+    others = [path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.name != "README.md"]
+    placeholder = re.search(r"git clone (\S+)", text)[1]
+    assert text.count(placeholder) == 1 and not any(placeholder in path.read_text() for path in others)
+
+
+def test_the_first_code_of_the_readme_runs(capsys, monkeypatch):
+    """and its model calls our norms, also in eval mode without gradients, where torch's fast path would not"""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    exec(code, {})
+    names = {}
+    exec(code, names)
     assert "replaced" in capsys.readouterr().out
+    calls, norm = [], modules.fused_layer_norm
+    monkeypatch.setattr(modules, "fused_layer_norm", lambda *given, **named: calls.append(1) or norm(*given, **named))
+    with torch.no_grad():
+        names["model"].eval()(torch.randn(5, 2, 768), torch.randn(5, 2, 768))
+    assert len(calls) == 3
 
 
 @pytest.mark.skipif(fused_layernorm.backend() == "reference", reason="operators need the compiled extension")

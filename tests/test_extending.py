@@ -83,6 +83,14 @@ def test_names_that_cannot_be(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["torch", "numpy", "pytest", "fused_layernorm"])
+def test_names_of_what_an_operator_imports(tmp_path, monkeypatch, name):
+    """also where `make new-op` runs a Python that does not have them"""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"a Python module named {name} already"):
+        new_op.new_op(name, tmp_path)
+
+
 def test_a_name_that_is_taken(tmp_path, monkeypatch):
     (tmp_path / "fresh_op").mkdir()  # importable from here: the folder is what the message names
     (tmp_path / "fresh_op" / "__init__.py").touch()

@@ -1766,9 +1766,9 @@ BAD_GATES = {
     "group_size is 0": (lambda norm, x: norm(x, x, group_size=0), ValueError, "group_size must divide"),
     "group_size is a float": (lambda norm, x: norm(x, x, group_size=2.0), TypeError, "group_size must be an int"),
     "group_size of two dimensions": (lambda norm, x: norm(x, x, normalized_shape=(3, 4), group_size=2), ValueError,
-                                     "group_size goes with one normalized dimension"),
+                                     "group_size needs one normalized dimension"),
     "group_size of heads": (lambda norm, x: norm(x, x, ones(3, 4), normalized_shape=4, group_size=2), ValueError,
-                            "group_size goes with one normalized dimension"),
+                            "group_size needs one normalized dimension"),
     "gate with group_size": (lambda norm, x: norm(x, x[:2], group_size=2), RuntimeError,
                              r"gate must have x's shape, \[3, 4\], got \[2, 4\]"),
 }  # fmt: skip
@@ -1870,7 +1870,7 @@ def test_heads_in_pytorch(device, op, heads_ndim):
     x, weight, bias = (t.detach() for t in (x, weight, bias))
     weight.requires_grad_().main_grad = torch.zeros(weight.shape, device=device)
     for refused in ({"activation": "relu"}, {"dropout_p": 0.5}, {"memory_efficient": True}, {"accumulate_grad": True}):
-        with pytest.raises(ValueError, match=f"a weight for each head goes with no.*{next(iter(refused))}"):
+        with pytest.raises(ValueError, match=f"a weight for each head cannot be combined with.*{next(iter(refused))}"):
             OPS[op](x, weight, **options, **refused)
     assert OPS[op](x, weight, **options, dropout_p=0.5, training=False).shape == x.shape
     for bad, message in (
@@ -2127,7 +2127,7 @@ def test_memory_efficient_refuses(device, op):
     """together with what it cannot serve: an error"""
     x, weight = torch.randn(3, 4), ones(4)
     for options in ({"activation": "relu"}, {"dropout_p": 0.5}, {"out_dtype": fp64}, {"stats_grad": False}):
-        with pytest.raises(ValueError, match="memory_efficient goes with no"):
+        with pytest.raises(ValueError, match="memory_efficient cannot be combined with"):
             OPS[op](x, weight, memory_efficient=True, **options)
 
 

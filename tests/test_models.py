@@ -264,17 +264,13 @@ def test_generation_is_the_same():
 HEADER = """\
 # Models
 
-What `replace_norms` finds in small versions of these models, and what it does with it. Each of them is run by
-`tests/test_models.py` before and after replacement, in float32 and bfloat16: outputs and gradients are at most twice as
-far from a more precise run as the original's are (plus 4 machine epsilons); so are the losses and parameters of three
-training steps (on the CPU with dropout), and the results of the compiled model, which compiles in one graph wherever
-the original does. This page is written by `python tests/test_models.py`, and a test keeps it true.
+What `replace_norms` does to small versions of these models. `tests/test_models.py` runs each of them before and after
+replacement, in float32 and bfloat16. Outputs and gradients differ from a more precise run by at most twice the
+original's difference (plus 4 machine epsilons). The same holds for losses and parameters of three training steps (on
+the CPU with dropout), and for the compiled model, which compiles in one graph if the original does.
+`python tests/test_models.py` writes this page, and a test compares it.
 
-`replace_norms(model, rounding="model")` rounds x_hat where the RMSNorms of Llama, Qwen, T5 and diffusers do; of their
-16-bit results about 1 of 10,000 then differs from the original's. The logits of an eight-layer Llama in bfloat16 (CPU,
-random weights) kept their bits; with one rounding, 1 of 6 did. The gated norms and LayerNorms keep their notes.
-
-| package | model | norms | replaced (and what differs) | left (and why) |
+| package | model | norms | replaced (and the difference) | left (and the reason) |
 |---|---|---|---|---|
 """
 

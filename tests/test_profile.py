@@ -112,14 +112,14 @@ def report_of(replaced=1, calls=4, saved=1.0, noise=0.1, norms=(0.2, 0.1)):
         (report_of(replaced=0), "none of these norms can be replaced"),
         (
             report_of(saved=0.05),
-            "Saves nothing that can be measured: +0.05 ms a step, noise 0.1 ms. Norms are about 2%",
+            "No measurable saving: +0.05 ms a step, noise 0.1 ms. Norms take about 2%",
         ),
-        (report_of(saved=-0.05), "Saves nothing that can be measured: -0.05 ms"),
+        (report_of(saved=-0.05), "No measurable saving: -0.05 ms"),
         (
             report_of(saved=0.05, norms=(11.0, 9.0)),
-            "Saves nothing that can be measured: +0.05 ms a step, noise 0.1 ms.",
+            "No measurable saving: +0.05 ms a step, noise 0.1 ms.",
         ),
-        (report_of(saved=-1), "Costs 1 ms a step (10.0%): leave these norms as they are"),
+        (report_of(saved=-1), "Costs 1 ms a step (10.0%): keep the original norms"),
         (report_of(saved=1), "Saves 1 ms a step (10.0%)"),
     ],
 )
@@ -167,6 +167,8 @@ def test_nothing_to_save():
 def test_bad_arguments():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got function"):
         profile(lambda x: x, torch.randn(2))
+    with pytest.raises(TypeError, match="seconds must be a number, got str"):
+        profile(nn.LayerNorm(4), torch.randn(2, 4), seconds="2")
     with pytest.raises(ValueError, match="no output of the model requires a gradient"):
         profile(nn.LayerNorm(4, elementwise_affine=False), torch.randn(2, 4), train=True)
 

@@ -1,7 +1,10 @@
-"""What surrounds the package: workflows, the newcomer's script, the citation."""
+"""What surrounds the package: workflows, make, the newcomer's script, the citation."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,32 @@ def test_workflows_run_targets_of_the_makefile(path):
     assert {line.split()[1] for line in commands} <= targets
 
 
+def make(*arguments):
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_bare_make_prints_help():
+    targets = re.findall(r"^make ([a-z-]+)", make(), re.MULTILINE)
+    assert {"test", "help", "wheel", "newcomer", "new-op"} <= set(targets)
+
+
+def test_make_bench_installs_nothing_for_the_tests(tmp_path):
+    """nor packages that carry weights; it shows the progress of its build"""
+    of_bench, of_test = (make("-n", target, f"VENV={tmp_path}") for target in ("bench", "test"))
+    assert "test.txt" in of_test and "test.txt" not in of_bench and "[test" not in of_bench
+    assert "progress.py build" in of_bench
+
+
+def test_reasons_of_skipped_tests_are_counted(tmp_path):
+    (tmp_path / "test_skips.py").write_text(
+        "import pytest\n\n\n@pytest.mark.parametrize('i', range(3))\ndef test(i):\n    pytest.skip('no such card')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", str(tmp_path), "test_skips.py"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert re.search(r"^ +3 no such card$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+
+
 def test_newcomer_finds_the_commands_of_the_readme():
     readme_commands = runpy.run_path(str(ROOT / ".ci" / "newcomer.py"))["readme_commands"]
     install, make = readme_commands((ROOT / "README.md").read_text())
@@ -29,5 +58,11 @@ def test_newcomer_finds_the_commands_of_the_readme():
     ]
 
 
-def test_citation_names_the_version():
-    assert f"version: {fused_layernorm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_version_is_in_the_changelog_and_the_citation():
+    """with one date"""
+    version = re.escape(fused_layernorm.__version__)
+    (date,) = re.findall(
+        rf"^## \[{version}\] - (\d{{4}}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^version: {version}$", citation, re.MULTILINE) and f"date-released: {date}\n" in citation

@@ -884,7 +884,7 @@ def test_where_torch_norms_are_taken(op):
         nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
         for part, row in zip(module(nested).unbind(), rows, strict=True):
             torch.testing.assert_close(part, module(row))
-        with pytest.raises(TypeError, match="got a nested one"):
+        with pytest.raises(TypeError, match="got a nested tensor"):
             OPS[op](nested, module.weight, weight_offset=1.0)
 
 

@@ -1,6 +1,7 @@
-"""benchmarks/models.py, on tiny models."""
+"""benchmarks/models.py, on tiny models, and the tables that benchmarks/figures.py makes of its records."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,41 @@ def test_record(tmp_path, models, modes):
     for of_providers in losses.values():
         assert of_providers.keys() >= {"torch", "replaced", "fused"}
         assert all(loss == pytest.approx(of_providers["torch"], rel=2e-3) for loss in of_providers.values())
+
+
+def test_table_of_builds(tmp_path):
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    rows = lambda: list(figures["build_rows"](figures["builds"](tmp_path, "build*.json")))  # noqa: E731
+    assert rows() == [["not yet recorded", *"------"]]
+    record = {"arch_list": "9.0", "cores": 16, "wall_seconds": 60.2, "cpu_seconds": 700.9, "extension_bytes": 7_400_000,
+              "kernels": 600, "csrc_hash": "abc"}  # fmt: skip
+    (tmp_path / "build.json").write_text(json.dumps(record))
+    assert rows() == [["9.0", "16", "60", "701", "7.4 MB", "600", "abc"]]
+
+
+def test_tables(tmp_path):
+    """noise is in brackets; a model that a run had no time for comes from an earlier run of the same csrc/"""
+
+    def record(date, csrc_hash, *steps):
+        results = [
+            {"model": model, "mode": "eager", "provider": provider, "ms": ms, "spread": spread, "norm_us": ms}
+            for model, *of_providers in steps
+            for provider, (ms, spread) in zip(("torch", "replaced", "fused"), of_providers, strict=False)
+        ]
+        meta = {"date": date, "csrc_hash": csrc_hash, "gpu": "a card"}
+        (tmp_path / f"models_{date}.json").write_text(json.dumps({"meta": meta, "results": results}))
+
+    none = (None, None)
+    record("1", "old", ("vit_1024", (30.0, 0.01), (10.0, 0.01), (10.0, 0.01)))
+    gpt_768, gpt_1600 = ((11.0, 0.04), (10.0, 0.01), (10.5, 0.05)), ((9.0, 0.01), (9.0, 0.01), none)
+    record("2", "new", ("gpt_768", *gpt_768), ("gpt_1600", *gpt_1600))
+    record("3", "new", ("dit_1152", (20.0, 0.01), (10.0, 0.2), (16.0, 0.09)), ("gpt_1600", (5.0, 0.01), none, none))
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    models = figures["whole_models"](tmp_path, "models_*.json")
+    rows = {row[0]: row[1:] for row in figures["model_rows"](models)}
+    assert rows["GPT 768"] == ["1.10", "(1.05)", "-", "-"]  # 5% of spread
+    assert rows["DiT 1152"] == ["(2.00)", "1.25", "-", "-"]  # 20% of spread: the step waits for the host
+    assert rows["GPT 1600"] == ["(1.00)", "-", "-", "-"]
+    assert rows["ViT 1024"] == ["-", "-", "-", "-"]
+    details = {row[0]: row[1:] for row in figures["model_details"](models)}
+    assert details["GPT 768"][:3] == ["1.10 / 4.0% / 0.91", "(1.05) / 5.0% / 0.95", "-"]

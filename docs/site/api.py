@@ -1,4 +1,4 @@
-"""Makes docs/api.md of signatures and docstrings: `python docs/site/api.py`. tests/test_docs.py compares the two."""
+"""Makes docs/api.md from signatures and docstrings: `python docs/site/api.py`. tests/test_docs.py compares the two."""
 
 import dataclasses
 import inspect
@@ -15,6 +15,7 @@ from fused_layernorm import compat  # noqa: E402
 FUNCTIONS = ["fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
              "fused_adaptive_layer_norm", "fused_adaptive_rms_norm", "fused_gated_rms_norm",
              "fused_gated_layer_norm"]  # fmt: skip
+NORMS = ("layer", "rms")
 MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm", "FusedAdaptiveLayerNorm",
            "FusedAdaptiveRMSNorm", "FusedGatedRMSNorm", "FusedGatedLayerNorm"]  # fmt: skip
 MODELS = ["replace_norms", "restore_norms", "ReplaceReport", "profile", "ProfileReport"]
@@ -24,7 +25,7 @@ ENTRY = re.compile(r"^    (\S[^:]*): ", re.MULTILINE)
 
 
 def markdown(text: str) -> str:
-    """Of a docstring's text: double backticks, formulas and indented code as Markdown has them."""
+    """A docstring's text as Markdown: double backticks, formulas, indented code."""
     text = re.sub(r":math:`([^`]+)`", r"$\1$", re.sub(r"``([^`]+)``", r"`\1`", text))
     text = re.sub(r"\.\. math:: ((?:.+\n?(?:    .+\n?)*))", lambda m: f"$$\n{' '.join(m[1].split())}\n$$\n", text)
     return re.sub(r"::\n\n((?:    .*\n?|\n)+)", lambda m: f":\n\n```python\n{inspect.cleandoc(m[1])}\n```\n\n", text)
@@ -49,8 +50,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
 
 
-def arguments(thing, told: dict[str, str]) -> str:
-    rows, keyword_only = [], False
+def arguments(thing) -> str:
+    rows, keyword_only, told = [], False, told_by(thing)
     for name, parameter in inspect.signature(thing).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
@@ -61,14 +62,29 @@ def arguments(thing, told: dict[str, str]) -> str:
     return table(["argument", "type", "default", "meaning"], rows)
 
 
+def attributes(thing) -> str:
+    """The fields and properties of a dataclass, each with the comment behind it or its docstring."""
+    source = inspect.getsource(thing)
+    rows = []
+    for field in dataclasses.fields(thing):
+        meaning = re.search(rf"^    {field.name}: [^#\n]*# (.*)$", source, re.MULTILINE)
+        rows.append([f"`{field.name}`", f"`{field.type}`".replace("|", "\\|"), cell(meaning[1]) if meaning else ""])
+    for name, value in vars(thing).items():
+        if isinstance(value, property):
+            kind = inspect.signature(value.fget).return_annotation
+            rows.append([f"`{name}`", f"`{kind}`".replace("|", "\\|"), cell(inspect.getdoc(value) or "")])
+    return table(["attribute", "type", "meaning"], rows)
+
+
 def elsewhere(thing, name: str) -> str:
-    """Where an argument is described that the docstring leaves out."""
+    """Where an argument is described if the docstring omits it."""
     if inspect.isclass(thing):
         base = next(cls for cls in thing.__mro__ if cls.__module__.startswith("torch"))
         is_torchs = name in inspect.signature(base).parameters
         return f"as in `torch.nn.{base.__name__}`" if is_torchs else "as in the function"
-    others = ("fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_adaptive_layer_norm")
-    for function in ("fused_gated_rms_norm", *others) if "gated" in thing.__name__ else others:
+    # The same function of the other norm; the plain norm; its sibling
+    siblings = [other for other in FUNCTIONS if other.split("_")[1] == thing.__name__.split("_")[1] not in NORMS]
+    for function in (*siblings, *(["fused_rms_norm"] if "rms" in thing.__name__ else []), "fused_layer_norm"):
         if name in told_by(getattr(fused_layernorm, function)):
             return f"as in [`{function}`](#{function})"
     raise SystemExit(f"{thing.__name__}: {name} is described nowhere")
@@ -83,25 +99,28 @@ def sections_of(thing) -> tuple[str, dict[str, str]]:
 def told_by(thing) -> dict[str, str]:
     told: dict[str, str] = {}
     for names, meaning in entries(sections_of(thing)[1].get("Args", "")):
-        told |= dict.fromkeys(names.split(", "), meaning)
+        told |= dict.fromkeys(names.split(", "), re.split(r"\n(?=\S)", meaning)[0])
     return told
 
 
 def described(name: str) -> str:
     thing = getattr(fused_layernorm, name)
     (head, sections), tail = sections_of(thing), ""
-    for section in ("Returns", "Raises"):  # what stands behind an indented section belongs to the text
+    for section in ("Args", "Returns", "Raises"):  # unindented text after a section is not part of it
         if section in sections:
             indented = re.match(r"(?:    .*\n?|\n)*", sections[section])[0]
             sections[section], rest = indented, sections[section][len(indented) :]
             tail += rest
     text = f"### `{name}`\n\n{markdown(head).strip()}\n\n"
     if dataclasses.is_dataclass(thing):
-        return text
+        return text + attributes(thing) + "\n"
     if inspect.signature(thing).parameters:
-        text += arguments(thing, told_by(thing)) + "\n"
+        text += arguments(thing) + "\n"
     if "Returns" in sections:
         text += f"**Returns** {markdown(inspect.cleandoc(sections['Returns']))}\n\n"
+    elif not inspect.isclass(thing):
+        kind = inspect.signature(thing).return_annotation
+        text += f"**Returns** `{kind if isinstance(kind, str) else kind.__name__}`\n\n"
     text += f"{markdown(tail).strip()}\n\n" if tail.strip() else ""
     if "Raises" in sections:
         errors = [[f"`{error}`", cell(when)] for error, when in entries(sections["Raises"])]
@@ -112,11 +131,11 @@ def described(name: str) -> str:
 
 
 def make_page() -> str:
-    parts = ["# API reference\n\n<!-- Made by docs/site/api.py of signatures and docstrings. -->\n\n"
-             "What runs where, and why: [around the norm](fusions.md).\n\n"]  # fmt: skip
+    parts = ["# API reference\n\n<!-- Made by docs/site/api.py from signatures and docstrings. -->\n\n"
+             "Which kernel runs a call: [fusions](fusions.md).\n\n"]  # fmt: skip
     for title, names in (("Functions", FUNCTIONS), ("Modules", MODULES), ("Whole models", MODELS)):
         parts += [f"## {title}\n\n", *map(described, names)]
-    parts += [f"## Apex's names\n\n`fused_layernorm.compat`: {markdown(inspect.getdoc(compat)).strip()}\n\n"]
+    parts += [f"## Apex names\n\n`fused_layernorm.compat`: {markdown(inspect.getdoc(compat)).strip()}\n\n"]
     parts += ["## The build\n\n", *map(described, BUILD)]
     return re.sub(r"\n{3,}", "\n\n", "".join(parts)).strip() + "\n"
 

@@ -1,5 +1,6 @@
-"""build(): compiles the extension for this torch and the card that is here into torch's cache, where the next import
-finds it. FUSED_LAYERNORM_JIT=1 does so at import, where no extension of these sources works with this torch."""
+"""build() compiles the extension for this torch and the visible card into torch's extension cache, where the next
+import finds it. FUSED_LAYERNORM_JIT=1 does the same at import if no extension of these sources works with this
+torch."""
 
 import contextlib
 import os
@@ -16,7 +17,7 @@ NAMES = ("fused_layernorm_cuda", "fused_layernorm_cpu")
 
 
 def cache_folder() -> Path:
-    """In torch's cache, of this Python and torch."""
+    """The folder for this Python and torch in torch's extension cache."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not root:
         from torch._appdirs import user_cache_dir  # as torch.utils.cpp_extension does, whose import takes long
@@ -31,27 +32,27 @@ def library(name: str) -> Path:
 
 
 def build(*, verbose: bool = False) -> str:
-    """Compile the kernels for this torch and the cards that are here; returns the path of the extension.
+    """Compile the kernels for this torch and the visible cards; returns the path of the extension.
 
-    For a package that was installed without a compiler, for another torch or for other cards, or whose sources have
-    changed. It takes minutes with CUDA, less without, needs a C++ compiler and ninja, and for CUDA nvcc, and obeys the
-    environment variables of the build. Processes that are started later use the result, unless an installed extension
-    works; this one goes on as it is. What is up to date is not compiled again.
+    Use it if the package was installed without a compiler, for another torch or for other cards, or if its sources have
+    changed. It takes minutes with CUDA, less without, and needs a C++ compiler and ninja, and nvcc for CUDA. The
+    environment variables of the build apply. Later processes load the result unless an installed extension works; the
+    current process does not change. Files that are up to date are not compiled again.
 
     Args:
         verbose: print the compiler's commands and output.
 
     Raises:
-        RuntimeError: it cannot be compiled here; the message says why.
+        RuntimeError: the kernels cannot be compiled here; the message says why.
     """
-    # In a process of its own, since torch loads what it has compiled, and this one may have an extension loaded.
+    # In another process, because torch loads the extension it has compiled, and this process may have one loaded.
     code = f"from fused_layernorm._build import jit; jit.compile_extension({verbose})"
     package = str(Path(__file__).resolve().parent.parent.parent)
     environment = os.environ | {
         "FUSED_LAYERNORM_JIT": "0",
         "FUSED_LAYERNORM_BACKEND": "reference",
         "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        # Where pip puts ninja, if it did.
+        # Where pip installs ninja.
         "PATH": os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")]),
     }
     folder = cache_folder()
@@ -72,7 +73,7 @@ def build(*, verbose: bool = False) -> str:
 
 
 def compile_extension(verbose: bool) -> None:
-    """What build() runs in a process of its own; prints nothing to stdout but the path of the extension."""
+    """The child process of build(); prints only the path of the extension to stdout."""
     stdout = os.dup(1)
     os.dup2(2, 1)  # torch and ninja write there
     try:
@@ -91,7 +92,7 @@ def compile_extension(verbose: bool) -> None:
     if recipe["cuda"]:
         cpp_extension.CUDA_HOME = str(recipe["cuda"]["home"])
         link += _link_runtime(recipe["cuda"]["home"], target.parent)
-    # torch marks a build by a file; a build that was killed leaves it behind, and torch would wait for it to go, for ever.
+    # torch marks a running build by a file. A killed build leaves the file behind, and torch would wait for ever.
     (target.parent / "lock").unlink(missing_ok=True)
     cpp_extension.load(
         name=name,
@@ -111,7 +112,7 @@ def compile_extension(verbose: bool) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path):
-    """One process at a time compiles into this folder; the others say so, and wait. The lock goes with its process."""
+    """One process at a time compiles into this folder; the others say so and wait. A lock ends with its process."""
     try:
         import fcntl
     except ImportError:  # Windows, where nothing is compiled
@@ -135,7 +136,7 @@ def _alone(folder: Path):
 
 
 def _link_runtime(home: Path, folder: Path) -> list[str]:
-    """The CUDA runtime that comes as a Python package has only a versioned name, and torch asks for the other."""
+    """The CUDA runtime of the Python packages has only a versioned name, and torch links the unversioned one."""
     if any((home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
         return []
     for versioned in sorted((home / "lib").glob("libcudart.so.*")):

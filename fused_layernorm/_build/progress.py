@@ -1,4 +1,4 @@
-"""Says how far a build by ninja is: `python progress.py FOLDER COMMAND...` runs the command, and prints a line to stderr
+"""Progress of a ninja build: `python progress.py FOLDER COMMAND...` runs the command and prints a line to stderr
 whenever another file in FOLDER has been compiled. Needs neither torch nor the package."""
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def told(folder: Path) -> Iterator[None]:
-    """Within it, the files that ninja compiles in `folder` are counted and told."""
+    """Count the files that ninja compiles in `folder` and print the count."""
     done, start = threading.Event(), time.time()
 
     def since_start(pattern: str) -> list[Path]:

@@ -1,13 +1,13 @@
-"""The fingerprint of csrc/: which kernel sources a build, a test run or a recorded benchmark belongs to.
+"""The hash of csrc/, which identifies the kernel sources of a build, a test run or a recorded benchmark.
 
-Needs neither torch nor the package: setup.py loads it by path; `python fused_layernorm/_build/source_hash.py` prints it.
+Imports neither torch nor the package: setup.py loads it by path; `python fused_layernorm/_build/source_hash.py` prints it.
 """
 
 import hashlib
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# Installed, the sources lie in the package (setup.py puts them there); in the source folder, beside it.
+# An installed package contains the sources (setup.py copies them); in the source folder they are next to it.
 CSRC = _PACKAGE / "csrc" if (_PACKAGE / "csrc").exists() else _PACKAGE.parent / "csrc"
 
 

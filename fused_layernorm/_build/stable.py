@@ -1,7 +1,7 @@
-"""The two libraries of the wheel: the operators on torch's stable interface, with the CPU kernels, for every torch from
-2.11 on and every Python; and the CUDA kernels, which know nothing of torch.
+"""The two libraries of the wheel. One holds the operators, on torch's stable interface, and the CPU kernels, for every
+torch from 2.11 on and every Python. The other holds the CUDA kernels and does not depend on torch.
 
-Needs neither torch nor the package: setup.py loads this file by path.
+Imports neither torch nor the package: setup.py loads this file by path.
 """
 
 import re
@@ -14,18 +14,18 @@ from pathlib import Path
 
 OPERATORS = "libfused_layernorm.so"
 KERNELS = "libfused_layernorm_kernels.so"
-# Code for 8.0 runs on 8.6 and 8.9 too. The newest also as PTX, for cards to come.
+# Code for 8.0 runs on 8.6 and 8.9 too. The newest also as PTX, for future cards.
 ARCHS = "8.0;9.0;10.0;12.0+PTX"
-# Of the sources; torch 2.11: what is newer is hidden from them.
+# Defines of the sources. The target version hides everything newer than torch 2.11.
 DEFINES = ("-DFUSED_LAYERNORM_STABLE_ABI", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 OPERATOR_SOURCES = ("torch/norm_ops.cpp", "cpu/norm_cpu.cpp", "stable/library.cpp", "stable/python.cpp")
 
 
 def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path, recipe: dict, jobs: int) -> None:
-    """Leave the libraries in `folder`. recipe: cxx (a command), flags of cxx and nvcc, and cuda, the home and the archs
-    (as toolchain.parse_archs() gives them) of the CUDA kernels, or None for the CPU's alone."""
+    """Compile the libraries into `folder`. recipe: cxx (a command), flags of cxx and nvcc, and cuda: home and archs
+    (from toolchain.parse_archs()) for the CUDA kernels, or None for the CPU kernels only."""
     cuda = recipe["cuda"]
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier build's CUDA kernels would go into a wheel without
+    shutil.rmtree(folder, ignore_errors=True)  # a wheel without CUDA must not contain the kernels of an earlier build
     folder.mkdir(parents=True)
     objects.mkdir(parents=True, exist_ok=True)
     hidden = ["-fPIC", "-fvisibility=hidden"]
@@ -47,12 +47,12 @@ def compile_libraries(torch_home: Path, csrc: Path, folder: Path, objects: Path,
     link = [*cxx, "-shared", "-s"]
     kernels = [str(target) for target in commands if target.name.endswith(".cu.o")]
     others = [str(target) for target in commands if not target.name.endswith(".cu.o")]
-    if cuda:  # with a CUDA runtime of its own: none has to match
+    if cuda:  # the CUDA runtime is linked statically, so no other has to match
         runtimes = [cuda["home"] / name / "libcudart_static.a" for name in ("lib64", "lib")]
         runtime = next(str(path) for path in runtimes if path.exists())
         run([*link, *kernels, "-o", str(folder / KERNELS), runtime, "-Wl,--exclude-libs,libcudart_static.a",
              "-ldl", "-lrt", "-lpthread"])  # fmt: skip
-    # libtorch itself: it needs libtorch_cuda in a CUDA torch, which has the current stream
+    # libtorch itself, because in a CUDA torch it needs libtorch_cuda, which has the current stream
     run([*link, *others, "-o", str(folder / OPERATORS), f"-L{torch_home}/lib",
          "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu",
          *([f"-L{folder}", f"-l:{KERNELS}", "-Wl,-rpath,$ORIGIN"] if cuda else [])])  # fmt: skip
@@ -75,7 +75,7 @@ def run(command: list[str]) -> None:
 
 
 def platform_tag(folder: Path, machine: str) -> str:
-    """manylinux by the newest glibc that the libraries in `folder` need, and at least 2.28, that of torch itself."""
+    """The manylinux tag: the newest glibc that the libraries in `folder` need, and at least 2.28, which torch needs."""
     names = b"".join(path.read_bytes() for path in folder.glob("*.so"))
     newest = max([28, *(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", names))])
     return f"manylinux_2_{newest}_{machine}"

@@ -1,8 +1,8 @@
-"""What a machine can build and run (compilers, CUDA toolkits, GPU architectures), and how the extension is compiled on
-it: for setup.py, build() and the diagnosis.
+"""Compilers, CUDA toolkits and GPU architectures of a machine, and the recipe that compiles the extension: for
+setup.py, build() and the diagnosis.
 
-Needs neither torch, which it is given, nor the package: setup.py loads this file by path. A compute capability is a
-pair such as (9, 0).
+Imports neither torch, which is passed as an argument, nor the package: setup.py loads this file by path. A compute
+capability is a pair such as (9, 0).
 """
 
 import os
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# Compiled when no card is visible and TORCH_CUDA_ARCH_LIST is not set; the newest that nvcc knows also as PTX.
+# Compiled if no card is visible and TORCH_CUDA_ARCH_LIST is not set; the newest that nvcc supports also as PTX.
 DEFAULT_ARCHS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
@@ -27,7 +27,7 @@ def flag(name: str) -> bool | None:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, or "" when it cannot run or fails."""
+    """The output of a command, or "" if it cannot run or fails."""
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
@@ -79,7 +79,7 @@ def toolkit_candidates() -> list[Path]:
     on_path = shutil.which("nvcc")
     if on_path:
         homes.append(Path(on_path).resolve().parent.parent)
-        # nvcc on PATH may be a wrapper script outside the toolkit: ask it where it lives.
+        # nvcc on PATH may be a wrapper script outside the toolkit: its dry run prints the toolkit's folder.
         here = re.search(r"_HERE_=(\S+)", output_of(on_path, "--dryrun", "none.cu"))
         if here:
             homes.append(Path(here.group(1)).parent)
@@ -101,7 +101,7 @@ def find_toolkits() -> list[tuple[Path, str]]:
 
 
 def nvcc_compresses(home: Path) -> bool:
-    """Whether a toolkit's nvcc knows --compress-mode (from 12.8 on)."""
+    """Whether a toolkit's nvcc has --compress-mode (from 12.8 on)."""
     return "--compress-mode" in output_of(str(home / "bin" / "nvcc"), "--help")
 
 
@@ -111,8 +111,8 @@ def nvcc_compresses(home: Path) -> bool:
 def choose_archs(cards: list[tuple[int, int]], supported: list[tuple[int, int]]) -> str:
     """A TORCH_CUDA_ARCH_LIST for these cards (none: DEFAULT_ARCHS), of what nvcc supports.
 
-    A card that nvcc does not know gets the nearest older code that it runs: of its own major version as it is, else as
-    PTX. Without cards, the newest architecture is also compiled as PTX, for cards to come.
+    A card that nvcc does not support gets the nearest older code that it can run: machine code of its major version,
+    else PTX. Without cards, the newest architecture is also compiled as PTX, for future cards.
     """
     if not supported:
         raise ValueError("nvcc names no architecture that it supports")
@@ -151,7 +151,7 @@ def covers(arch_list: str, card: tuple[int, int]) -> bool:
     return False
 
 
-# ---- what is compiled, and how ---------------------------------------------------------------------------------------
+# ---- the recipe ------------------------------------------------------------------------------------------------------
 
 
 class CannotBuild(Exception):
@@ -184,7 +184,7 @@ def visible_cards(torch) -> list[tuple[int, int]]:
 
 
 def set_arch_list(torch, home: Path) -> str:
-    """Fill in TORCH_CUDA_ARCH_LIST, which torch's build reads; complain of what nvcc does not support."""
+    """Set TORCH_CUDA_ARCH_LIST, which torch's build reads; raise for architectures that nvcc does not support."""
     supported = nvcc_archs(home)
     given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if not given or given == "native":
@@ -215,12 +215,12 @@ def cuda_settings(torch) -> dict:
 
 
 def compiler_flags(cuda_home: Path | None = None) -> dict[str, list[str]]:
-    """Of cxx and nvcc; cuda_home: the toolkit whose nvcc is used."""
-    # No -march, in any spelling: a wheel must run on other machines, and an nvcc flag with "arch" in it makes torch
-    # drop every -gencode. No -std: torch adds the one that its headers need. No fast math.
+    """Flags of cxx and nvcc. cuda_home is the toolkit whose nvcc is used."""
+    # No -march in any spelling: a wheel must run on other machines, and torch drops every -gencode if an nvcc flag
+    # contains "arch". No -std: torch adds the one that its headers need. No fast math.
     debug = flag("DEBUG")
     return {
-        "cxx": ["-O0", "-g"] if debug else ["-O3", "-g0"],  # else: the -g that Python itself was built with
+        "cxx": ["-O0", "-g"] if debug else ["-O3", "-g0"],  # without -g0: the -g of Python's own build
         "nvcc": [
             *(["-O0", "-g", "-G"] if debug else ["-O3"]),
             *(["-lineinfo"] if flag("FUSED_LAYERNORM_LINEINFO") and not debug else []),
@@ -231,18 +231,18 @@ def compiler_flags(cuda_home: Path | None = None) -> dict[str, list[str]]:
 
 
 def openmp_flags(cxx: str) -> tuple[list[str], list[str]]:
-    """(compile, link) flags without which at::parallel_for runs on one thread."""
+    """(compile, link) flags; without them at::parallel_for runs on one thread."""
     if not sys.platform.startswith("linux"):
         return [], []
     if "clang" in output_of(*cxx.split(), "--version"):
         return ["-fopenmp"], ["-fopenmp"]
-    # Not linked: the symbols are found in the libgomp that torch brings, so that both share one pool of threads.
+    # Not linked: the symbols come from torch's libgomp, so that both share one pool of threads.
     return ["-fopenmp"], []
 
 
 def shipped_kernels(torch, csrc: Path) -> dict | None:
-    """The CUDA kernels that came with a wheel (_build/stable.py), if they are for torch's CUDA: their build record, with
-    the flags that compile and link the extension to them. It then needs no nvcc."""
+    """The CUDA kernels of an installed wheel (_build/stable.py), if they are for torch's CUDA: their build record, and
+    the flags that compile and link the extension against them, without nvcc."""
     names = runpy.run_path(str(Path(__file__).with_name("stable.py")))
     lib, record = csrc.parent / "lib", csrc.parent / "_build_info.py"
     if flag("USE_CUDA") is False or not (lib / names["KERNELS"]).exists() or not record.exists():
@@ -258,11 +258,10 @@ def shipped_kernels(torch, csrc: Path) -> dict | None:
 
 
 def recipe(torch, csrc: Path) -> dict:
-    """What to compile for this torch here, and how; raises CannotBuild. Sets the environment that torch's build reads.
+    """The recipe for this torch on this machine; raises CannotBuild. Sets the environment that torch's build reads.
 
-    name; sources; flags of cxx and nvcc; link; cuda (home, nvcc and arch_list, or None where nvcc compiles nothing);
-    no_cuda (why there are no CUDA kernels, or None); record: what is written down about the build, but for the hash of
-    the sources.
+    name; sources; flags of cxx and nvcc; link; cuda (home, nvcc and arch_list, or None if nvcc compiles nothing);
+    no_cuda (why there are no CUDA kernels, or None); record: the build record without the hash of the sources.
     """
     problem = cxx_problem()
     if problem:
@@ -311,7 +310,7 @@ def recipe(torch, csrc: Path) -> dict:
 
 
 def write_build_info(folder: Path, builds: dict, not_built: str | None) -> None:
-    """fused_layernorm/_build_info.py under `folder`: what _backend.py checks before it loads an extension."""
+    """Write fused_layernorm/_build_info.py under `folder`; _backend.py checks it before it loads an extension."""
     path = folder / "fused_layernorm" / "_build_info.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -320,5 +319,5 @@ def write_build_info(folder: Path, builds: dict, not_built: str | None) -> None:
     )
 
 
-if __name__ == "__main__":  # `python toolchain.py 13`: is there a CUDA 13 toolkit? CI asks, before it installs one
+if __name__ == "__main__":  # `python toolchain.py 13`: whether there is a CUDA 13 toolkit, for CI
     sys.exit(0 if any(version.split(".")[0] == sys.argv[1] for _, version in find_toolkits()) else 1)

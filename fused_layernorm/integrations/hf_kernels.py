@@ -6,8 +6,8 @@
     with use_kernel_mapping(KERNEL_MAPPING):
         model = kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
 
-`replace_norms` does the same for more norms, tells what it did, and can be undone; this is for programs that choose
-their kernels by `kernelize` already.
+`replace_norms` does the same for more norms, reports the result and can be undone. This module is for programs that
+already select their kernels by `kernelize`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..replace import _LAYER_NORM, formula_of, fused_forward, takes_fused, why_n
 class RMSNorm(nn.Module):
     """The forward that `kernelize` binds to a norm of a model: `self` is that norm, with its own weight and eps.
 
-    Layers of one name do not all compute the same, so it goes by the code of the norm's class, as `replace_norms` does,
-    and runs that code itself where it does not know it. `kernelize` allows such a class these members only.
+    Layers of the same name may compute different formulas, so the code of the norm's class decides, as in
+    `replace_norms`. A norm with unknown code runs that code. `kernelize` allows no other members in such a class.
     """
 
     can_torch_compile = True
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """The same for torch.nn.LayerNorm under the name that the documentation of `kernels` gives it."""
+    """The same for torch.nn.LayerNorm, under its name in the documentation of `kernels`."""
 
 
 class RMSNormGated(nn.Module):
@@ -64,7 +64,7 @@ def _formula_of(cls: type[nn.Module]):
 
 @dataclass(frozen=True)
 class _InThisPackage:
-    """What `kernels` calls a layer repository: something to hash, with the layer to load."""
+    """A layer repository in the terms of `kernels`: a hashable object with the layer to load."""
 
     layer: type[nn.Module]
 
@@ -76,13 +76,14 @@ class _InThisPackage:
 
 
 def _warn_of_versions() -> None:
-    """transformers marks its norms for `kernelize` with certain versions of `kernels` only, and says nothing else."""
+    """Warn if transformers does not mark its norms for `kernelize`: it does so for certain versions of `kernels` only,
+    without a message for the others."""
     try:
         from transformers.utils import import_utils
 
         oldest, newest = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
         installed, fits = version("kernels"), import_utils.is_kernels_available()
-    except (ImportError, AttributeError):  # one of them is not here, or transformers asks for no version
+    except (ImportError, AttributeError):  # one of them is not installed, or this transformers checks no version
         return
     if not fits:
         warnings.warn(
@@ -102,7 +103,7 @@ _LAYERS = {
     "RMSNormGated": RMSNormGated,
     "RMSNormZeroCentered": RMSNorm,
 }
-# Not by mode: the layers serve them all.
+# Not by mode: the layers support all modes.
 KERNEL_MAPPING = {
     name: {device: _InThisPackage(layer) for device in ("cpu", "cuda")} for name, layer in _LAYERS.items()
 }

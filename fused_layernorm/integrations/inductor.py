@@ -1,17 +1,16 @@
-"""How a graph that Inductor compiles (torch.compile) gets the fused norms: two hooks, put in place by themselves when
-the first norm of this library is traced.
+"""Two hooks into Inductor (torch.compile), installed when the first norm of this library is traced.
 
-- A pass over the joint graph of forward and backward, before it is split. An addition next to an operator of ours
-  becomes part of that operator: `add -> norm_forward` a norm with a residual, `norm_backward -> add` a backward that
-  takes the residual's gradient. Casts around a float32 residual stream go with them.
+- A pass over the joint graph of forward and backward, before Inductor splits it. It folds an addition next to one of
+  our operators into that operator: `add -> norm_forward` becomes a norm with a residual, `norm_backward -> add` a
+  backward with the residual's gradient as input. Casts around a float32 residual stream are folded too.
 - Lowerings: the Python code that Inductor generates calls the extension, not the dispatcher. cpp_wrapper, AOTInductor
   and torch.export keep the operators.
 
-`counters` says what was folded in this process: "residual", "grad_residual" and "cast" (a graph that comes from
-Inductor's cache was folded before and is not counted). `disable()` and `enable()` turn both hooks off and on for graphs
-that are compiled from then on; FUSED_LAYERNORM_FOLD=0 starts with them off.
+`counters` counts the folds in this process: "residual", "grad_residual" and "cast" (graphs from Inductor's cache were
+folded earlier and are not counted). `disable()` and `enable()` turn both hooks off and on for graphs that are compiled
+later; FUSED_LAYERNORM_FOLD=0 disables them at import.
 
-The hooks are private to torch. Where torch refuses them, one warning says so, and graphs stay as they are.
+The hooks use private APIs of torch. If torch rejects them, there is one warning, and graphs stay unchanged.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ _is_enabled = toolchain.flag("FUSED_LAYERNORM_FOLD") is not False
 
 
 def enable() -> None:
-    """Fold and call directly in graphs that are compiled from now on (the default)."""
+    """Enable both hooks for graphs that are compiled later (the default)."""
     global _is_enabled
     _is_enabled = True
 
 
 def disable() -> None:
-    """Leave graphs that are compiled from now on as they are: one operator a norm, called through the dispatcher."""
+    """Disable both hooks for graphs that are compiled later: each norm is one operator, called by the dispatcher."""
     global _is_enabled
     _is_enabled = False
     config = sys.modules.get("torch._inductor.config")
@@ -62,8 +61,8 @@ def disable() -> None:
 
 
 def install() -> None:
-    """Put the pass into Inductor's configuration, behind a pass that the user has there. Called by the operators' fake
-    implementations; returns at once where Inductor is not loaded, or where it is done."""
+    """Add the pass to Inductor's configuration, after the user's pass. The operators' fake implementations call this;
+    it returns at once if Inductor is not loaded or the pass is installed."""
     config = sys.modules.get("torch._inductor.config")
     if config is None or not _is_enabled:
         return
@@ -90,7 +89,7 @@ def _pass_class() -> type:
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class FoldNorms(CustomGraphPass):
-        """The passes that were there before, then ours."""
+        """The earlier passes, then ours."""
 
         def __init__(self, present):
             self.passes_before_ours = present
@@ -108,7 +107,7 @@ def _pass_class() -> type:
                 fold(graph)
 
         def uuid(self) -> Any:
-            """Part of the keys of Inductor's caches, of which the code that the lowerings write is not."""
+            """Part of the keys of Inductor's caches, which do not include the code that the lowerings generate."""
             theirs = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.others)
             schemas = (str(_ops.norm_forward._schema), str(_ops.norm_backward._schema))
             return None if None in theirs else (get_hash_for_files((__file__,)), _is_enabled, schemas, theirs)
@@ -120,7 +119,7 @@ def _pass_class() -> type:
 
 
 def fold(graph: Graph) -> None:
-    """Fold what surrounds the operators of `graph`, in place. A node that another node still reads keeps its value."""
+    """Fold the neighbours of our operators in `graph`, in place. A node with other readers keeps its value."""
     writes = [node for node in graph.nodes if _may_write(node)]
     for node in list(graph.nodes):
         with contextlib.suppress(_NoValue):
@@ -136,7 +135,7 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
     options = reference.Options(*given)
     if any(t is not None for t in (residual, gate, philox, options.residual_dtype)):
         return None
-    z, views = x, []  # the norm may be of a view of the sum that has the same rows
+    z, views = x, []  # x may be a view of the sum with the same rows
     while _is(z, *_VIEWS) and _same(_val(z).shape[-given[0] :], _val(z.args[0]).shape[-given[0] :]):
         views.append(z)
         z = z.args[0]
@@ -151,7 +150,7 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
         return None
     if views and 2 in results and not all(_is(user, _ops.norm_backward) for user in results[2].users):
         return None  # stats would have another shape
-    # The norm runs in the place of the sum, or behind it where its parameters are made later.
+    # The norm runs in the place of the sum, or after it if its parameters are computed later.
     place = max([z, *(node for node in norm.all_input_nodes if node is not x)])
     if any(user <= place for user in z.users) or any(min(z, *terms) < write < norm for write in writes):
         return None
@@ -180,14 +179,14 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
 
 
 def _stream(a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
-    """(x, residual) of a norm of a + b, a sum in `dtype`, if the operator takes a for x and b for residual."""
+    """(x, residual) of a norm of a + b, a sum in `dtype`, if the operator accepts a as x and b as residual."""
     a, b = _uncast(a), _uncast(b)
     is_x = _val(a).dtype == dtype or (dtype == torch.float32 and _val(a).dtype in _NARROW)
     return (a, b) if is_x and _val(b).dtype in (_val(a).dtype, dtype) else None
 
 
 def _fold_cast(graph: Graph, norm: Node) -> None:
-    """A float32 y of which only a cast to 16 bits is read becomes the result of that cast."""
+    """A float32 y that is only read through a cast to 16 bits becomes the result of that cast."""
     y = (_results(norm) or {}).get(0)
     casts = [] if y is None else list(y.users)
     if not casts or _val(y).dtype != torch.float32 or not all(_is(u, _CAST) for u in casts):
@@ -210,7 +209,7 @@ def _fold_cast(graph: Graph, norm: Node) -> None:
 
 
 def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> None:
-    """grad_x + other becomes grad_x of a backward whose grad_residual_out is `other`, where only the sum is read."""
+    """grad_x + other becomes grad_x of a backward with grad_residual_out `other`, if only the sum is read."""
     if (narrow := _uncast(backward.args[0])) < backward.args[0] and not any(narrow < w < backward for w in writes):
         backward.update_arg(0, narrow)  # the kernel reads any dtype
         backward.meta.pop("eager_input_vals", None)
@@ -232,14 +231,14 @@ def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Non
     shape = z.args[1] if _is(z, *_VIEWS) else list(_val(z).shape)
     if not _same_layout(_val(grad), _val(total)) or (views and any(isinstance(n, torch.SymInt) for n in shape)):
         return
-    # It runs where the other gradient is there; who reads another of its results must come later.
+    # It runs once the other gradient exists; readers of its other results must come later.
     place = max(backward, other)
     if any(user <= place for part in results.values() for user in part.users):
         return
     if any(min(backward, *terms) < write < total for write in writes):
         return
 
-    # A float32 stream: the gradient of what was added to it in 16 bits is the rounded one.
+    # In a float32 stream the gradient of a 16-bit term is the rounded gradient.
     dtype = _val(z).dtype
     users = list(total.users)
     casts = [u for u in users if not views and dtype == torch.float32 and _is(u, _CAST) and _val(u).dtype in _NARROW]
@@ -266,7 +265,7 @@ def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Non
     counters["grad_residual"] += 1
 
 
-# ---- what the pass asks of a graph -----------------------------------------------------------------------------------
+# ---- queries on a graph ----------------------------------------------------------------------------------------------
 
 
 def _is(node: Any, *targets: Any) -> bool:
@@ -288,12 +287,12 @@ def _val(node: Node) -> Any:
 
 
 def _region(node: Node) -> tuple:
-    """What activation checkpointing says of a node. Across regions a fold would have more recomputed."""
+    """The region of activation checkpointing. A fold across regions would increase the recomputation."""
     return node.meta.get("ac_graph_id"), node.meta.get("recompute")
 
 
 def _same(one, two) -> bool:
-    """Whether these are the same sizes, without a guard on symbolic ones."""
+    """Whether the sizes are equal, without a guard on symbolic sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return len(one) == len(two) and all(statically_known_true(m == n) for m, n in zip(one, two, strict=True))
@@ -308,7 +307,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _terms(node: Node | None) -> tuple[Node, Node] | None:
-    """The tensors of which node is the sum, of its shape and on its device, and not one tensor twice."""
+    """The two terms of a sum, if they have its shape and device and are different tensors."""
     if not _is(node, _ADD) or node.kwargs or not all(isinstance(t, Node) for t in node.args):
         return None
     a, b = node.args
@@ -318,13 +317,13 @@ def _terms(node: Node | None) -> tuple[Node, Node] | None:
 
 
 def _uncast(node: Node) -> Node:
-    """What was widened from 16 bits to this float32."""
+    """The 16-bit tensor that this float32 node is a cast of; otherwise the node."""
     is_widened = _is(node, _CAST) and _val(node).dtype == torch.float32 and _val(node.args[0]).dtype in _NARROW
     return node.args[0] if is_widened else node
 
 
 def _is_kernel(node: Node) -> bool:
-    """Whether Inductor calls a kernel for the node, and does not generate one."""
+    """Whether Inductor calls an existing kernel for the node instead of generating one."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:  # such as flex_attention
         return isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -339,7 +338,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_in_memory(node: Node) -> bool:
-    """Whether the value is written to memory anyway: else Inductor adds to it while it computes it, and a norm
+    """Whether the value is written to memory anyway. Otherwise Inductor adds in the kernel that computes it, and a norm
     that adds it would cost a write and a read."""
     if any(user.op == "output" or _is_kernel(user) for user in node.users):
         return True
@@ -356,25 +355,25 @@ def _may_write(node: Node) -> bool:
 
 
 def _garbles_dtypes() -> bool:
-    """Whether the graph is for AOTInductor of a torch that hands an optional dtype over as another one."""
+    """Whether the graph is for AOTInductor of a torch that passes optional dtypes wrongly."""
     from torch._inductor.virtualized import V
 
     return torch.__version__ < (2, 13) and V.aot_compilation is True
 
 
 def _results(node: Node) -> dict[int, Node] | None:
-    """The getitems of a node by index; None where something else reads it."""
+    """The getitems of a node by index; None if something else reads it."""
     if not all(_is(user, operator.getitem) for user in node.users):
         return None
     found = {user.args[1]: user for user in node.users}
     return found if len(found) == len(node.users) else None
 
 
-# ---- how it changes one ----------------------------------------------------------------------------------------------
+# ---- changes to a graph ----------------------------------------------------------------------------------------------
 
 
 def _call(graph: Graph, like: Node, target: Any, args: tuple) -> Node:
-    """A new node with the metadata of `like`, and the value that the target's fake implementation gives."""
+    """A new node with the metadata of `like` and the value of the target's fake implementation."""
     values = torch.fx.map_arg(args, _val)
     mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
     with mode, torch.no_grad():
@@ -399,7 +398,7 @@ def _unpack(node: Node) -> list[Node]:
 
 
 def _replace(graph: Graph, old: Node, results: dict[int, Node], by: dict[int, Node]) -> None:
-    """Give the readers of old's results those in `by`, and erase old."""
+    """Replace old's results by those in `by`, and erase old."""
     for index, part in results.items():
         if part.users:
             part.replace_all_uses_with(by[index])
@@ -418,12 +417,12 @@ def _erase_unread(graph: Graph, *nodes: Node) -> None:
 
 @functools.cache
 def _lower_to_direct_calls() -> None:
-    """Have Inductor's Python code call past the dispatcher (call_operator in csrc/torch/python.cpp)."""
+    """Make Inductor's Python code bypass the dispatcher (call_operator in csrc/torch/python.cpp)."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
     class DirectCall(ir.FallbackKernel):
-        """A call of the operator, with one argument more: bit i says whether result i is read."""
+        """A call of the operator with one more argument, in which bit i says whether result i is read."""
 
         used = None
 
@@ -443,7 +442,7 @@ def _lower_to_direct_calls() -> None:
         kernel = DirectCall if _is_enabled and not kwargs else ir.FallbackKernel
         outputs = kernel.create(op, *args, **kwargs)
         for output in outputs:
-            output.skip_size_stride_alignment_checks = kernel is DirectCall  # known; asserted at a cost
+            output.skip_size_stride_alignment_checks = kernel is DirectCall  # known to hold; the assertions cost time
         return tuple(map(ir.TensorBox.create, outputs))
 
     for op in (_ops.norm_forward, _ops.norm_backward):
