@@ -89,8 +89,7 @@ def profile(model: nn.Module, batch, *, train: bool = False, seconds: float = 2.
 
     Returns:
         A `ProfileReport`. Times are wall time with the GPU synchronized, so they include host time. A norm measured
-        alone
-        may find its input in a cache, unlike in the model: rely on the time of the step.
+        alone may find its input in a cache, unlike in the model: rely on the time of the step.
 
     Raises:
         TypeError: a model that is not a module, or `seconds` that is not a number.

@@ -357,9 +357,8 @@ def norm_forward(
         otherwise: z = x * activation(gate)     y = u
 
     z is rounded to z_dtype before the statistics; z of a gated norm is not rounded. Without stats_grad, mean and rstd
-    are constants in differentiation. With rounding "llama", x_hat is rounded to z's dtype, and later operations run in
-    the wider of that and weight's dtype, as in transformers' LlamaRMSNorm. "gemma" equals "torch" in this function: the
-    operations, and so the bits, are those of GemmaRMSNorm.
+    are constants in differentiation. With rounding "llama", x_hat is rounded to z's dtype before `llama_product`.
+    RMSNorm has the bits of transformers' LlamaRMSNorm, and with rounding "torch" those of GemmaRMSNorm.
     """
     options = Options(*given)
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)

@@ -105,7 +105,8 @@ def replace_norms(
 
     Numerics: statistics and products in float32, one rounding at the end, as in torch, OLMo, GPT-OSS, Gemma and Cohere.
     Llama and T5 round the normalized value to 16 bits before they multiply by weight: 16-bit results differ by up to
-    one unit in the last place, float32 results by float32 rounding. Other norms round once more, before a gate or a
+    one unit in the last place, float32 results by float32 rounding. ``rounding="model"`` rounds where these classes
+    round (`fused_rms_norm` with ``rounding="llama"``, two kernels). Other norms round once more, before a gate or a
     bias: the report's note gives the difference. A norm of a package other than torch returns the dtype that the
     original returns (float32 for a Llama norm with float32 weight and bfloat16 input). It runs the original code for
     inputs that the kernels do not take, such as float64 or a gate that is broadcast. Under CUDA autocast the output has
@@ -116,15 +117,16 @@ def replace_norms(
         filter: called as ``filter(name, module)`` for every norm that can be replaced; False leaves the norm. A module
             with several names is replaced if all names pass.
         transformers: whether to replace the norms of transformers' models too.
-        rounding: "torch" (default), one rounding at the end; "model", the rounding of the norm's class, for RMSNorms
-            without a gate (Llama, Mistral, Qwen, DeepSeek, T5 and those that share their formulas; diffusers).
-            To change it, `restore_norms` first.
+        rounding: "torch", one rounding at the end; "model", the rounding of the norm's class, for RMSNorms without a
+            gate (Llama, Mistral, Qwen, DeepSeek, T5 and classes with their formulas; diffusers). To change the rounding
+            of a replaced model, call `restore_norms` first.
 
     Returns:
         A `ReplaceReport`: every norm of the model with its new class, or the reason why it was left.
 
     Raises:
         TypeError: a model that is not a module, or a filter that is not a function.
+        ValueError: a `rounding` other than these.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4)
@@ -216,7 +218,7 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
-def _decide(module: nn.Module, transformers: bool) -> tuple[type | None, str]:
+def _decide(module: nn.Module, transformers: bool, rounding: str) -> tuple[type | None, str]:
     """The fused class for a module and a note on its numerics, or None and the reason to leave the module."""
     cls = type(module)
     package = cls.__module__.partition(".")[0]
@@ -286,11 +288,14 @@ class _Formula:
     gates: str = ""  # the operand of the argument `gate`: "x", "y", or "norm_before_gate": y if that attribute is true
     needs_gate: bool = False  # False: gate=None is the norm without a gate
     promotes: bool = False  # the output has weight's dtype if it is wider than x's
+    # Whether x_hat is rounded to x's dtype before the product with weight: "always", or "with 16-bit weights".
+    rounds_x_hat: str = ""
     note: str = ""
 
 
 _ROUNDS_TWICE = "rounds once in float32; up to 1 ulp from the original in 16-bit dtypes"
 _ROUNDS_THRICE = "rounds once in float32; up to 2 ulp from the original in 16-bit dtypes"
+_ROUNDS_AS_MODEL = "rounds where the original does; in 16-bit dtypes about 1 of 10,000 elements is 1 or 2 ulp from it"
 # If the two cancel, that is more than 2 ulp of the result.
 _ROUNDS_BEFORE_BIAS = "rounds once in float32; up to 2 ulp of what bias is added to from the original in 16-bit dtypes"
 
@@ -442,7 +447,7 @@ class _FusedKnownNorm:
 
     def __reduce_ex__(self, protocol):
         # Pickle finds classes by name. This class is made at run time, so loading makes it again from the original.
-        return _new_module, (self.original_class,), self.__dict__
+        return _new_module, (self.original_class, self.rounding), self.__dict__
 
 
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
@@ -518,7 +523,7 @@ def _fused_class(original: type, rounding: str) -> type:
     return type(f"Fused{original.__name__}", (_FusedKnownNorm, original), namespace)
 
 
-def _new_module(original: type) -> nn.Module:
+def _new_module(original: type, rounding: str) -> nn.Module:
     # A model saved with one version of transformers may be loaded with another, whose norm is unknown.
-    cls = _fused_class(original) if formula_of(original) else original
+    cls = _fused_class(original, rounding) if formula_of(original) else original
     return cls.__new__(cls)
