@@ -1,11 +1,20 @@
 """What every suite of this repository shares: a header that names the backend and the device, and why tests were
 skipped."""
 
+import getpass
+import os
+import tempfile
 from collections import Counter
 
 import torch
 
 CACHED_BYTES = 2 << 30
+
+# Inductor's cache does not distinguish instruction sets. Code compiled for one crashes, or is wrong, in a process that
+# ATEN_CPU_CAPABILITY limits to another (torch 2.13, also without this library).
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
 
 def pytest_runtest_teardown():
