@@ -267,11 +267,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   constexpr int kStep = kSpan * kVec;
   using Held = RegisterSlots<Plan, kRagged, kSpan, kHasEpilogue<Fused>>;
 
-  // The reference point of a warp is its mean; for 16-bit x the mean of its first kSample vectors, which saves most of
-  // a pass. The mean of a quarter of a set is at most 2 sigma from the mean of all, that of a seventh 2.5
-  // (Cauchy-Schwarz): var loses at most three bits, of many more than a 16-bit result shows.
-  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
-
   static_assert(!kHasStage<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
   // The slice of the row: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
@@ -387,57 +382,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     load(tile);
     const int left = elements - tile;
     const Held held(left, own);
-    // The number of elements in the first `vecs` vectors of `lanes` threads, the first of which is thread `first`
-    const auto held_of = [&](int vecs, int first, int lanes) {
-      const int full = min(max(left, 0) / kStep, vecs);
-      const int rest = full == vecs ? 0 : min(max(left - full * kStep - first * kVec, 0), lanes * kVec);
-      return full * lanes * kVec + rest;
-    };
+    Moments<acc_t> here = tile_moments<Row, Plan>(raw, held, left, rank, params.is_rms_norm);
     const int warp_first = rank % kSpan / Row::kLanes * Row::kLanes;
-    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank % kSpan, 1)), 0, 0, 0};
-    if (!params.is_rms_norm) {
-      acc_t sum = 0;
-      const auto sample = [&](int v) {  // absent elements are 0
-        unpack(raw[v], values);
-        sum += vec_sum(values);
-      };
-      if constexpr (kRagged && kSample == kVecs) {
-        held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) sample(v);
-        });
-      } else if (kRagged && !held.whole(0)) {
-#pragma unroll
-        for (int v = Held::kMain; v < kVecs; ++v)
-          if (held.count(v) > 0) sample(v);
-      } else {
-#pragma unroll
-        for (int v = 0; v < kSample; ++v)
-          if (kRagged || v * kStep + own < left) sample(v);
-      }
-      sum = Row::warp_sum(sum);
-      unpack(raw[0], values);
-      if constexpr (kRagged) {
-        if (!held.whole(0)) unpack(raw[Held::kMain], values);
-      }
-      const acc_t first = __shfl_sync(Row::lane_mask(), values[0], 0, Row::kLanes);
-      const int sampled = held_of(kSample, warp_first, Row::kLanes);
-      if (sampled > 0) here.m = snapped(quick_ratio(sum, sampled), first);
-    }
-    if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
-    held.for_each([&](int v, auto whole) {
-      const int count = held.count(v);
-      if (!whole && count <= 0) return;
-      unpack(raw[v], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-      if (!kWhole && !whole) {  // absent elements must add nothing
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (i >= count) values[i] = 0;
-      }
-      here.add(values);
-    });
-    const acc_t warp_has = static_cast<acc_t>(held_of(kVecs, warp_first, Row::kLanes));
+    const acc_t warp_has = static_cast<acc_t>(held.count_of(kVecs, warp_first, Row::kLanes));
     if (tile == 0) {
       part = here;
       part.n = warp_has;
@@ -448,15 +395,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       part.n += warp_has;
     }
   }
-  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch, rank);
-  if (blocks > 1) {
-    part.n = static_cast<acc_t>(max(elements, 0));
-    cluster_wait();
-    if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
-    cluster_sync();
-    part = merge_moments<kMaxCluster>(
-        threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
-  }
+  part = whole_row_moments<Row>(part, blocks, elements, inverse_n, scratch, cluster_scratch, rank);
   const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
 
   // Store, last tile first: it is still in registers
