@@ -160,6 +160,7 @@ struct Case {
   double p = 0.3, weight_offset = 0, eps = 1e-5;
   bool has_gro = false, stats_grad = true, accumulate = false, z_is_y = false, save_stats = true;
   bool wants_x = true, wants_residual = false, wants_weight = true, wants_bias = true, wants_gate = true;
+  bool has_row_gate = false, gates_y = true;  // of times only
   Layout layout = kDense;
 };
 
@@ -833,6 +834,12 @@ void time_case(const Case& c, const char* dtypes) {
   if (c.load) f.residual_out = take(count * dtype_bytes(t.z));
   f.rstd = take(rows * 4);
   if (!c.rms) f.mean = take(rows * 4), f.mean_tail = take(rows * 4);
+  if (c.has_row_gate) {
+    f.row_gate = b.row_gate = take_filled(t.x, count, 8, 0.1f), f.row_gate_dtype = b.row_gate_dtype = t.x;
+    f.row_gate_strides = b.row_gate_strides = {rows, n, 0};
+    f.gate_activation = b.gate_activation = Activation::kSilu, f.gates_y = b.gates_y = c.gates_y;
+    b.grad_row_gate = take(count * dtype_bytes(t.x));
+  }
   f.workspace = take(norm_forward_workspace_cuda(f));
 
   b.grad_output = take_filled(t.go, count, 6, 0.1f), b.grad_output_dtype = t.go;
@@ -858,11 +865,12 @@ void time_case(const Case& c, const char* dtypes) {
   const int64_t parameters = is_each ? (c.rms ? 1 : 2) * count * dtype_bytes(t.weight) : 0;
   const int64_t gates = is_each && c.has_gate ? count * dtype_bytes(t.x) : 0;
   const int64_t forward_bytes = count * (dtype_bytes(t.x) + dtype_bytes(t.y) + c.load * dtype_bytes(t.z) +
-                                         c.has_residual * dtype_bytes(t.residual)) +
+                                         c.has_residual * dtype_bytes(t.residual) + c.has_row_gate * dtype_bytes(t.x)) +
                                 parameters + gates;
   const int64_t backward_bytes = count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
                                           c.has_gro * dtype_bytes(t.gro) + c.has_residual * dtype_bytes(t.residual) +
-                                          c.load * dtype_bytes(t.z) - c.load * dtype_bytes(t.x)) +
+                                          c.load * dtype_bytes(t.z) - c.load * dtype_bytes(t.x) +
+                                          2 * c.has_row_gate * dtype_bytes(t.x)) +
                                  2 * parameters + 2 * gates;
   const bool is_short = count * dtype_bytes(t.x) < kTimedBytes / 8;
   const float forward_us =
@@ -930,6 +938,10 @@ void time_all(const std::string& only) {
       {"gelu", "bf16/w32", [](Case& c) { c.activation = Activation::kGelu; }, few},
       {"residual gelu", "bf16",
        [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.activation = Activation::kGelu; }, few},
+      {"row gate rms", "bf16", [](Case& c) { c.has_row_gate = true; }, some, true},
+      {"row gate rms", "fp32", [](Case& c) { c.has_row_gate = true; }, few, true},
+      {"gate first rms", "bf16", [](Case& c) { c.has_row_gate = true, c.gates_y = false; }, some, true},
+      {"gelu", "bf16", [](Case& c) { c.activation = Activation::kGelu; }, ragged},
       {"layer_norm", "bf16", plain, ragged},
       {"layer_norm", "fp32", plain, ragged},
       {"residual", "bf16", residual, ragged},

@@ -1,5 +1,5 @@
-// The forward kernel for rows that fit into the registers of a group of threads, or of a cluster. norm_forward.cu has
-// the formulas.
+// The forward kernel of the plain norm, and of the norm with an epilogue alone, for rows that fit into the registers of a
+// group of threads, or of a cluster. norm_forward.cu has the formulas, forward_stages.cuh the kernel of all other stages.
 #pragma once
 
 #include "activation.cuh"
@@ -121,70 +121,6 @@ struct RowStaging {
   }
 };
 
-// The load stage: computes this thread's part of z, rounded. `x` is this thread's first element, at column `col` of the
-// row, and `gate` its factor, or nullptr. All loads are issued before the first use (gate is in the cache); z is stored
-// as it is computed.
-template <typename Held, typename Plan, typename x_t, typename scalar_t>
-__device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan::kVecs], const LoadStage& stage,
-                                         const x_t* x, const x_t* gate, int64_t row, int hidden_size, int col,
-                                         const Held& held) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kVecs = Plan::kVecs, kVec = Plan::kVec, kStep = Held::kStep;
-  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + col;
-  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + col;
-  const auto is_there = [&](int v, auto whole) { return whole || held.count(v) > 0; };
-  RawVec<x_t, kVec> x_raw[kVecs];
-  held.for_each([&](int v, auto whole) {
-    if (!is_there(v, whole)) return;
-    x_raw[v] = load_vec<x_t, kVec>(x + v * kStep);
-    z[v] = filled_vec<scalar_t, kVec>(acc_t(-0.0));  // x + -0 is x, also where that is -0
-    if (stage.residual) z[v] = load_vec<scalar_t, kVec>(residual + v * kStep);
-  });
-  // `drop` modifies one vector of x
-  const auto sum = [&](int v, auto drop) {
-    acc_t from_x[kVec], values[kVec];
-    unpack(x_raw[v], from_x);
-    drop(from_x, col + v * kStep);
-    unpack(z[v], values);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
-    z[v] = pack<scalar_t>(values);
-    if (stage.residual_out) store_raw(residual_out + v * kStep, z[v]);
-  };
-  if (stage.dropout.philox) {
-    const RowDropout<acc_t> dropout(stage.dropout, row);
-    // Predicate each vector: random numbers of several vectors at once would spill
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v)
-      if (is_there(v, false)) sum(v, [&](acc_t(&values)[kVec], int col) { dropout.apply(values, col); });
-  } else if (stage.gate) {
-    held.for_each([&](int v, auto whole) {
-      if (!is_there(v, whole)) return;
-      sum(v, [&](acc_t(&values)[kVec], int) {
-        acc_t factor[kVec];
-        unpack(load_vec<x_t, kVec>(gate + v * kStep), factor);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], factor[i]);
-      });
-    });
-  } else {
-    held.for_each([&](int v, auto whole) {
-      if (is_there(v, whole)) sum(v, [](acc_t(&)[kVec], int) {});
-    });
-  }
-}
-
-// Multiplies a vector by the activation of its gate.
-template <typename x_t, int kVec, typename T>
-__device__ __forceinline__ void multiply_by_gate(Activation activation, const RawVec<x_t, kVec>& raw,
-                                                 T (&values)[kVec]) {
-  T gate[kVec];
-  unpack(raw, gate);
-  with_gate_activation(activation, [&](auto which) { activate<sizeof(x_t) == 2>(gate, which); });
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], gate[i]);
-}
-
 // The epilogue of one row.
 template <typename T, bool kQuick, bool kDrops>
 struct EpilogueRow {
@@ -236,7 +172,7 @@ using ForwardParams = std::conditional_t<
 // Whether threads may iterate over rows (kIteratesRows). fp32 weights of 16-bit x would spill.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 constexpr bool kIterates =
-    !kEager && !kHasStage<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kIteratesRows<scalar_t, Plan>;
+    !kEager && !kHasEpilogue<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kIteratesRows<scalar_t, Plan>;
 
 // Shared memory of RowStaging, the same for every dtype of weight.
 template <typename scalar_t, typename Plan>
@@ -252,7 +188,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
                                             acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
                                             Staging& staged) {
   using acc_t = acc_type<scalar_t>;
-  using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
   constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
@@ -267,12 +202,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   constexpr int kStep = kSpan * kVec;
   using Held = RegisterSlots<Plan, kRagged, kSpan, kHasEpilogue<Fused>>;
 
-  // The reference point of a warp is its mean; for 16-bit x the mean of its first kSample vectors, which saves most of
-  // a pass. The mean of a quarter of a set is at most 2 sigma from the mean of all, that of a seventh 2.5
-  // (Cauchy-Schwarz): var loses at most three bits, of many more than a 16-bit result shows.
-  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Held::kGroup : kVecs / 4;
-
-  static_assert(!kHasStage<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  static_assert(!kHasEpilogue<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
   // The slice of the row: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   int rank = Row::rank();
@@ -286,7 +216,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const int own = rank % kSpan * kVec;  // offset of this thread's first vector
   constexpr int kTile = kVecs * kStep;
   const int last_tile = kManyTiles<Plan> ? max(elements - 1, 0) / kTile * kTile : 0;
-  const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row) + slice_col;
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + slice_col;
 
   const auto parameter_at = [&] { return parameters_of(params, row) + slice_col + own; };
   const weight_t* weight = static_cast<const weight_t*>(params.weight) + parameter_at();
@@ -298,7 +228,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
   constexpr bool kAddsOffset = kWhole && !kHasEpilogue<Fused> && !kIsTiny;
   // fp32 weights beside 16-bit x, within the register budget of 16-bit weights
-  constexpr bool kIsWide = !kHasStage<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
+  constexpr bool kIsWide = !kHasEpilogue<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
   // Ordered loads of parameters stay behind earlier stores (load_parameter). The compiler must be told again that they
   // are global. Plans of four vectors that iterate over rows would spill without the order.
   constexpr bool kOrdered = kHasEpilogue<Fused> || kIsWide ||
@@ -330,53 +260,26 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
 
   // Load; elements beyond the row are never used
   RawVec<scalar_t, kVec> raw[kVecs];
-  [[maybe_unused]] RawVec<x_t, kVec> gate_raw[kHasGate<Fused> ? kVecs : 1];
   RowStaging<Row, scalar_t, kStagingBytes<scalar_t, Plan> / 16> staging(
       staged.rows[kStaged ? Row::group() : 0], &staged.barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
-    if constexpr (kHasLoad<Fused>) {
-      const int col = slice_col + own;
-      const x_t* gate = static_cast<const x_t*>(fused.gate) + segment_of(params, row) * fused.gate_stride + col;
-      load_sum<Held, Plan>(raw, fused, x + own, gate, row, hidden_size, col, Held(elements, own));
-    } else if constexpr (kHasGate<Fused>) {
-      const x_t* gate = static_cast<const x_t*>(fused.gate) + fused.strides.offset(row) + slice_col + own;
-      const Held held(elements, own);
-      RawVec<x_t, kVec> x_raw[kVecs];
-      held.for_each([&](int v, auto whole) {
-        if (!whole && held.count(v) <= 0) return;
-        x_raw[v] = load_vec<x_t, kVec>(x + own + v * kStep);
-        gate_raw[v] = load_vec<x_t, kVec>(gate + v * kStep);
-      });
-      held.for_each([&](int v, auto whole) {
-        if (!whole && held.count(v) <= 0) return;
-        if constexpr (kGatesY<Fused>) {
-          raw[v] = x_raw[v];
-        } else {
-          acc_t z[kVec];
-          unpack(x_raw[v], z);
-          multiply_by_gate(fused.activation, gate_raw[v], z);
-          raw[v] = pack<scalar_t>(z);
-        }
-      });
-    } else {
-      const int left = elements - tile;
-      const scalar_t* first = x + tile + own;
-      unsigned at = 0;
-      if constexpr (kStaged) {
-        if (tile != 0 || kManyTiles<Plan>) Row::barrier();
-        at = staging.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
-      }
-      const Held held(left, own);
-      held.for_each([&](int v, auto whole) {
-        const int skip = held.index(v) * kStep, count = left - own - skip;
-        if (!whole && count <= 0) return;
-        if constexpr (kStaged) {
-          raw[v] = staging.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
-        } else {
-          raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
-        }
-      });
+    const int left = elements - tile;
+    const scalar_t* first = x + tile + own;
+    unsigned at = 0;
+    if constexpr (kStaged) {
+      if (tile != 0 || kManyTiles<Plan>) Row::barrier();
+      at = staging.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
     }
+    const Held held(left, own);
+    held.for_each([&](int v, auto whole) {
+      const int skip = held.index(v) * kStep, count = left - own - skip;
+      if (!whole && count <= 0) return;
+      if constexpr (kStaged) {
+        raw[v] = staging.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
+      } else {
+        raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
+      }
+    });
   };
 
   // Statistics: of the whole row if it fits into registers, else tile by tile
@@ -387,57 +290,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     load(tile);
     const int left = elements - tile;
     const Held held(left, own);
-    // The number of elements in the first `vecs` vectors of `lanes` threads, the first of which is thread `first`
-    const auto held_of = [&](int vecs, int first, int lanes) {
-      const int full = min(max(left, 0) / kStep, vecs);
-      const int rest = full == vecs ? 0 : min(max(left - full * kStep - first * kVec, 0), lanes * kVec);
-      return full * lanes * kVec + rest;
-    };
+    Moments<acc_t> here = tile_moments<Row, Plan>(raw, held, left, rank, params.is_rms_norm);
     const int warp_first = rank % kSpan / Row::kLanes * Row::kLanes;
-    Moments<acc_t> here{static_cast<acc_t>(held_of(kVecs, rank % kSpan, 1)), 0, 0, 0};
-    if (!params.is_rms_norm) {
-      acc_t sum = 0;
-      const auto sample = [&](int v) {  // absent elements are 0
-        unpack(raw[v], values);
-        sum += vec_sum(values);
-      };
-      if constexpr (kRagged && kSample == kVecs) {
-        held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) sample(v);
-        });
-      } else if (kRagged && !held.whole(0)) {
-#pragma unroll
-        for (int v = Held::kMain; v < kVecs; ++v)
-          if (held.count(v) > 0) sample(v);
-      } else {
-#pragma unroll
-        for (int v = 0; v < kSample; ++v)
-          if (kRagged || v * kStep + own < left) sample(v);
-      }
-      sum = Row::warp_sum(sum);
-      unpack(raw[0], values);
-      if constexpr (kRagged) {
-        if (!held.whole(0)) unpack(raw[Held::kMain], values);
-      }
-      const acc_t first = __shfl_sync(Row::lane_mask(), values[0], 0, Row::kLanes);
-      const int sampled = held_of(kSample, warp_first, Row::kLanes);
-      if (sampled > 0) here.m = snapped(quick_ratio(sum, sampled), first);
-    }
-    if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
-    held.for_each([&](int v, auto whole) {
-      const int count = held.count(v);
-      if (!whole && count <= 0) return;
-      unpack(raw[v], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-      if (!kWhole && !whole) {  // absent elements must add nothing
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (i >= count) values[i] = 0;
-      }
-      here.add(values);
-    });
-    const acc_t warp_has = static_cast<acc_t>(held_of(kVecs, warp_first, Row::kLanes));
+    const acc_t warp_has = static_cast<acc_t>(held.count_of(kVecs, warp_first, Row::kLanes));
     if (tile == 0) {
       part = here;
       part.n = warp_has;
@@ -448,15 +303,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       part.n += warp_has;
     }
   }
-  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(acc_t(1), max(elements, 1)) : inverse_n, scratch, rank);
-  if (blocks > 1) {
-    part.n = static_cast<acc_t>(max(elements, 0));
-    cluster_wait();
-    if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
-    cluster_sync();
-    part = merge_moments<kMaxCluster>(
-        threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<acc_t>{}, inverse_n);
-  }
+  part = whole_row_moments<Row>(part, blocks, elements, inverse_n, scratch, cluster_scratch, rank);
   const RowNorm<acc_t> norm = finish_row(part, inverse_n, params, row, rank == 0);
 
   // Store, last tile first: it is still in registers
@@ -465,10 +312,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const bool has_offset = params.weight && (kIsTiny || params.weight_offset != 0);
   const acc_t no_offset = kIsTiny ? acc_t(0) : acc_t(-0.0);  // which changes no weight
   const acc_t weight_offset = has_offset ? static_cast<acc_t>(params.weight_offset) : no_offset;
-  const bool same_dtype = kHasStage<Fused> || params.y_dtype == dtype_of<x_t>;
+  const bool same_dtype = kHasEpilogue<Fused> || params.y_dtype == dtype_of<scalar_t>;
   const auto epilogue = [&] {
     if constexpr (kHasEpilogue<Fused>)
-      return EpilogueRow<acc_t, sizeof(x_t) == 2, kDropsY<Fused>>(fused, row);
+      return EpilogueRow<acc_t, sizeof(scalar_t) == 2, kDropsY<Fused>>(fused, row);
     else
       return NoStage{};
   }();
@@ -477,7 +324,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     const int left = elements - tile;
     const Held held(left, own);
     if (tile != last_tile) load(tile);
-    x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
+    scalar_t* y = static_cast<scalar_t*>(params.y) + y_row + tile;
     // `plain`: y of x's type and, without kAddsOffset, no weight_offset; with an epilogue, also a weight
     const auto store = [&](const auto* weight, const auto* bias, auto plain) {
       [[maybe_unused]] unsigned place = 0;
@@ -489,7 +336,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       // compiler from hoisting them. fp32 weights beside 16-bit x, and eight vectors of fp32, would spill.
       using parameter_t = std::decay_t<decltype(*weight)>;
       constexpr bool kAhead =
-          kHasEpilogue<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(x_t) == 2 || kVecs < 8);
+          kHasEpilogue<Fused> && RawVec<parameter_t, kVec>::kBytes <= 16 && (sizeof(scalar_t) == 2 || kVecs < 8);
       [[maybe_unused]] RawVec<parameter_t, kVec> next_weight, next_bias;
       [[maybe_unused]] const auto ask_for = [&](int v, bool is_there) {
         if (v >= kVecs || !(is_there || held.count(v) > 0)) return;
@@ -521,7 +368,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
           unpack(raw[v], values);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-          if constexpr (kGatesY<Fused>) multiply_by_gate(fused.activation, gate_raw[v], values);
           apply(values, slice_col + own + skip);
           if (!plain && !same_dtype) {
             store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
@@ -542,15 +388,13 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
-      // With a load stage or a gate a branch per vector is free, and halves the code
-      if (kEager || (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
-                     (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))))) {
+      if (kEager || (same_dtype && (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))))) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
       }
     };
-    if constexpr (kHasStage<Fused> && sizeof(weight_t) == 2) {
+    if constexpr (kHasEpilogue<Fused> && sizeof(weight_t) == 2) {
       if (params.weight_dtype == DType::kFloat32) {
         // Calling parameter_at() again spilled
         const int64_t at = weight - static_cast<const weight_t*>(params.weight);
@@ -562,13 +406,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   }
 }
 
-// Dispatches run-time dtypes to forward_row(): fp32 weights beside 16-bit x, and 16-bit x beside fp32 z. With a stage,
-// the store loop tests weight's dtype.
+// Dispatches weight's dtype to forward_row(): of x or fp32. With an epilogue the store loop tests it.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, kEager, Fused>& params,
                                                      acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
                                                      StagingMemory<scalar_t, Plan>& staged) {
-  if constexpr (!kHasStage<Fused> && sizeof(weight_t) == 2) {
+  if constexpr (!kHasEpilogue<Fused> && sizeof(weight_t) == 2) {
     if (params.weight_dtype == DType::kFloat32) {
       // Hide `row` from the optimizer: values computed before the branch and kept across it would make ragged rows
       // spill
@@ -576,29 +419,17 @@ __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_
       return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, staged);
     }
   }
-  if constexpr (std::is_same<Fused, WithLoad<float>>::value) {
-    if (params.x_dtype == DType::kFloat16)
-      return forward_row<float, __half, Plan, kEager>(params, inverse_n, WithLoad<__half>{fused}, row, staged);
-    if (params.x_dtype == DType::kBFloat16)
-      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row,
-                                                             staged);
-  }
-  if constexpr (kGatesY<Fused>) {
-    if (!fused.gates_y)
-      return forward_row<float, weight_t, Plan, kEager>(params, inverse_n, WithGate<scalar_t, false>{fused}, row,
-                                                        staged);
-  }
   forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
 }
 
-// Fused: NoStage, WithLoad, WithEpilogue or WithGate. Weight is of weight_t or fp32. Each run-time dtype has a separate
+// Fused: NoStage or WithEpilogue. Weight is of weight_t or fp32. Each run-time dtype has a separate
 // path through the kernel, with its own register allocation and schedule.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
                                   kEager
                                       ? 1
                                       : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                    kHasLoad<Fused> || kHasGate<Fused>, kDropsY<Fused>))
+                                                                    kDropsY<Fused>))
     norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
@@ -636,21 +467,6 @@ int64_t forward_blocks(KernelForwardParams& params) {
     params.iterations = kSegmentIterations<Plan>;
   const int64_t rows = kRows * params.iterations;
   return (params.rows + rows - 1) / rows;
-}
-
-// Launches forward with a stage, by the ladder of that stage.
-template <typename scalar_t, typename Stage>
-cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage, cudaStream_t stream) {
-  using LadderOf = std::conditional_t<kHasEpilogue<Stage>, EpilogueLadder<scalar_t>,
-                                      std::conditional_t<kHasGate<Stage>, GateLadder<scalar_t>, LoadLadder<scalar_t>>>;
-  return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
-    using Plan = decltype(plan);
-    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1,
-                               stream);
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, false, Stage>,
-                              ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
-                              stage);
-  });
 }
 
 }  // namespace
@@ -693,19 +509,17 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
       params.hidden_size, facts.max_cluster, launch_plan);
 }
 
-template <typename scalar_t>
-cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
-  return launch_staged_forward<scalar_t>(params, WithLoad<scalar_t>{stage}, stream);
-}
-
-template <typename scalar_t>
-cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream) {
-  return launch_staged_forward<scalar_t>(params, WithGate<scalar_t, true>{gate}, stream);
-}
-
 template <typename scalar_t, bool drops>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream) {
-  return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, drops>{epilogue}, stream);
+  using Fused = WithEpilogue<drops>;
+  return dispatch_plan<EpilogueLadder<scalar_t>>(params.hidden_size, 1, [&](auto plan) {
+    using Plan = decltype(plan);
+    const int64_t blocks = (params.rows + kForwardThreads<Plan> / Plan::kThreads - 1) / (kForwardThreads<Plan> / Plan::kThreads);
+    const ClusterLaunch launch(blocks, kForwardThreads<Plan>, 0, 1, stream);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, false, Fused>,
+                              ForwardParams<scalar_t, false, Fused>(params), inverse_of<float>(params.hidden_size),
+                              Fused{epilogue});
+  });
 }
 
 }  // namespace fused_layernorm

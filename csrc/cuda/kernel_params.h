@@ -10,7 +10,7 @@
 
 namespace fused_layernorm {
 
-// Forward's epilogue. It goes with one weight for all rows.
+// Forward's epilogue.
 struct Epilogue {
   Activation activation;
   Dropout dropout;
@@ -21,12 +21,12 @@ struct Epilogue {
 // Forward's load stage. A dropped element counts as 0, also where x is not finite.
 struct LoadStage {
   const void* residual;
-  void* residual_out;
+  void* residual_out;  // z; nullptr: no load stage
   RowStrides residual_strides;
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; that of statistics, and of backward's x
   Dropout dropout;
-  const void* gate;  // [segments, hidden_size], of x's dtype; not with dropout; nullptr: 1
+  const void* gate;  // [segments, hidden_size], of x's dtype; nullptr: 1
   int64_t gate_stride;
 };
 
@@ -36,6 +36,15 @@ struct RowGate {
   RowStrides strides;
   Activation activation;
   bool gates_y;
+};
+
+// What forward does around the norm of z, all of it at run time.
+struct ForwardStages {
+  LoadStage load;
+  Epilogue epilogue;
+  RowGate row_gate;  // goes with no other stage
+
+  bool any() const { return load.residual_out || epilogue.any() || row_gate.gate; }
 };
 
 // The adjoints of the stages around the norm of z. A null pointer is an absent input or an unwanted result.

@@ -405,19 +405,6 @@ void complete_statistics(KernelForwardParams& norm, bool needs, Sequence& run) {
   if (!norm.mean_tail) norm.mean_tail = run.take(bytes);
 }
 
-template <typename scalar_t>
-cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
-  return epilogue.dropout.philox ? launch_epilogue<scalar_t, true>(norm, epilogue, stream)
-                                 : launch_epilogue<scalar_t, false>(norm, epilogue, stream);
-}
-cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
-  switch (norm.x_dtype) {
-    case DType::kFloat16: return launch_epilogue_of<__half>(norm, epilogue, stream);
-    case DType::kBFloat16: return launch_epilogue_of<__nv_bfloat16>(norm, epilogue, stream);
-    default: return launch_epilogue_of<float>(norm, epilogue, stream);
-  }
-}
-
 void read_parameters(const NormForwardParams& params, DType dtype, KernelForwardParams& norm, Sequence& run) {
   const Parameters read = run.readable({params.weight, params.bias, params.weight_stride, params.weight_dtype}, dtype);
   norm.weight = read.weight;
@@ -443,18 +430,31 @@ void multiply_by_row_gate(const Params& params, const Rows& source, void* target
   });
 }
 
-// A gated norm: one kernel, or the plain norm and the product with the gate. `norm` lacks weight and bias.
+// One kernel with all stages; returns false if there is none for rows of this length. `norm` lacks weight and bias.
+bool forward_at_once(const NormForwardParams& params, KernelForwardParams norm, ForwardStages stages, Sequence& run) {
+  LoadStage& load = stages.load;
+  RowGate& row_gate = stages.row_gate;
+  if (!takes_stages(norm, stages) || (row_gate.gate && params.row_gate_dtype != params.x_dtype)) return false;
+  const auto read = [&](const void*& data, RowStrides& strides, DType dtype) {
+    const Rows rows = run.readable({data, strides, dtype}, dtype);
+    data = rows.data;
+    strides = rows.strides;
+  };
+  read(load.residual, load.residual_strides, load.residual_dtype);
+  read(row_gate.gate, row_gate.strides, params.x_dtype);
+  const Parameters gate = run.readable({load.gate, nullptr, load.gate_stride, params.x_dtype}, params.x_dtype);
+  load.gate = gate.weight;
+  load.gate_stride = gate.stride;
+  complete_statistics(norm, false, run);
+  read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
+  run.launch([&](cudaStream_t stream) { return launch_forward(norm, stages, stream); });
+  return true;
+}
+
+// A gated norm around the plain one, for rows that no kernel takes at once.
 void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Sequence& run) {
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
   const RowStrides dense = contiguous(params.rows, params.hidden_size);
-  const Rows gate{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
-  if (gate.dtype == params.x_dtype && takes_gate(norm)) {
-    const Rows read = run.readable(gate, gate.dtype);
-    const RowGate row_gate{read.data, read.strides, params.gate_activation, params.gates_y};
-    complete_statistics(norm, false, run);
-    read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
-    return run.launch([&](cudaStream_t stream) { return launch_forward(norm, row_gate, stream); });
-  }
   void* const product = run.take_rows(acc_dtype);
   const auto multiply = [&](const Rows& source, void* target, DType dtype) {
     multiply_by_row_gate(params, source, target, dtype, run);
@@ -472,6 +472,23 @@ void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Se
   read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
   forward_plain(norm, run);
   if (params.gates_y) multiply({product, dense, acc_dtype}, params.y, params.y_dtype);
+}
+
+ForwardStages stages_of(const NormForwardParams& params) {
+  ForwardStages stages{};
+  stages.row_gate = {params.row_gate, params.row_gate_strides, params.gate_activation, params.gates_y};
+  stages.epilogue = {params.activation, params.drops_y ? params.dropout : Dropout{}};
+  if (!params.residual_out) return stages;
+  LoadStage& load = stages.load;
+  load.residual = params.residual;
+  load.residual_out = params.residual_out;
+  load.residual_strides = params.residual_strides;
+  load.residual_dtype = params.residual ? params.residual_dtype : params.z_dtype;
+  load.residual_out_dtype = params.z_dtype;
+  load.gate = params.gate;
+  load.gate_stride = params.gate_stride;
+  if (params.drops_x()) load.dropout = params.dropout;
+  return stages;
 }
 
 void forward(const NormForwardParams& params, Sequence& run) {
@@ -493,61 +510,26 @@ void forward(const NormForwardParams& params, Sequence& run) {
   norm.x_dtype = params.x_dtype;
   norm.y_dtype = params.y_dtype;
   norm.is_rms_norm = params.is_rms_norm;
+  const ForwardStages stages = stages_of(params);
+  if (stages.any() && forward_at_once(params, norm, stages, run)) return;
+
+  // Rows that no cluster holds, and a gate of another dtype than x: the stages as launches around the plain norm
   if (params.row_gate) return forward_gated(params, norm, run);
-
-  const Epilogue epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
   const bool has_epilogue = params.has_epilogue();
-  KernelForwardParams of_z = norm;
-  LoadStage stage{};
-  bool adds = false;
   if (params.residual_out) {
-    of_z.x = params.residual_out;
-    of_z.x_dtype = params.z_dtype;
-    of_z.x_strides = contiguous(params.rows, params.hidden_size);
-    stage.residual = params.residual;
-    stage.residual_out = params.residual_out;
-    stage.residual_strides = params.residual_strides;
-    stage.residual_dtype = params.residual ? params.residual_dtype : params.z_dtype;
-    stage.residual_out_dtype = params.z_dtype;
-    if (params.drops_x()) stage.dropout = params.dropout;
-    const Parameters gate = run.readable({params.gate, nullptr, params.gate_stride, params.x_dtype}, params.x_dtype);
-    stage.gate = gate.weight;
-    stage.gate_stride = gate.stride;
-    // With both stages the epilogue is fused, and the load stage is a launch before: the other way round, the epilogue
-    // would read z again
-    adds = takes_load_stage(norm, stage) && !(has_epilogue && takes_epilogue(of_z));
-    if (adds) {
-      const Rows residual =
-          run.readable({stage.residual, stage.residual_strides, stage.residual_dtype}, stage.residual_dtype);
-      stage.residual = residual.data;
-      stage.residual_strides = residual.data ? residual.strides : RowStrides{params.rows, 0, 0};
-    } else {
-      run.launch([&](cudaStream_t stream) {
-        return launch_quads(is_double ? load_stage_kernel<double> : load_stage_kernel<float>, params.rows,
-                            params.hidden_size, stream, norm, stage);
-      });
-      const Rows z = run.readable({of_z.x, of_z.x_strides, of_z.x_dtype}, is_double ? params.x_dtype : params.z_dtype);
-      of_z.x = z.data;
-      of_z.x_dtype = z.dtype;
-      norm = of_z;
-    }
+    run.launch([&](cudaStream_t stream) {
+      return launch_quads(is_double ? load_stage_kernel<double> : load_stage_kernel<float>, params.rows,
+                          params.hidden_size, stream, norm, stages.load);
+    });
+    norm.x = params.residual_out;
+    norm.x_dtype = params.z_dtype;
+    norm.x_strides = contiguous(params.rows, params.hidden_size);
   }
-
-  const bool is_fused = has_epilogue && !adds && takes_epilogue(norm);
-  complete_statistics(norm, has_epilogue && !is_fused, run);
-  read_parameters(
-      params,
-      adds && (params.weight || params.bias) ? params.weight_dtype : parameter_dtype(params.weight_dtype, norm.x_dtype),
-      norm, run);
-  if (adds) {
-    run.launch([&](cudaStream_t stream) { return launch_forward(norm, stage, stream); });
-  } else if (is_fused) {
-    run.launch([&](cudaStream_t stream) { return launch_epilogue_of(norm, epilogue, stream); });
-  } else {
-    forward_plain(norm, run);
-  }
-  if (!has_epilogue || is_fused) return;
-  const SavedNorm saved{{of_z.x, of_z.x_strides, of_z.x_dtype},
+  complete_statistics(norm, has_epilogue, run);
+  read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
+  forward_plain(norm, run);
+  if (!has_epilogue) return;
+  const SavedNorm saved{{norm.x, norm.x_strides, norm.x_dtype},
                         norm.rstd,
                         norm.mean,
                         norm.mean_tail,
@@ -561,7 +543,7 @@ void forward(const NormForwardParams& params, Sequence& run) {
                         1};
   run.launch([&](cudaStream_t stream) {
     return launch_eights(is_double ? epilogue_kernel<double> : epilogue_kernel<float>, norm.rows, norm.hidden_size, 1,
-                         stream, saved, epilogue, norm.y, norm.y_dtype);
+                         stream, saved, stages.epilogue, norm.y, norm.y_dtype);
   });
 }
 

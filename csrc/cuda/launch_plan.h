@@ -77,22 +77,7 @@ struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
 
-// With a load stage: the plans above for rows of 256 elements or more, one block a row. With two or eight vectors a
-// thread, or cache hints: within 2%, or slower.
-template <typename scalar_t>
-struct LoadLadder {
-  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
-                      RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
-};
-template <>
-struct LoadLadder<float> {
-  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
-                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
-                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
-};
-
-// With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread, and
+// With an epilogue alone, instruction issue decides, and a third of the instructions are per row: eight vectors a thread, and
 // no empty slots (10% at 1024, up to 25% at 1152 and 2560). Each activation has straight-line code (EpilogueRow): with
 // a branch for each vector, instruction fetch stalls cost 3 to 10%.
 template <typename scalar_t>
@@ -104,20 +89,10 @@ struct EpilogueLadder {
              RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<128, 8, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
-struct EpilogueLadder<float> : LoadLadder<float> {};
-
-// With a row gate, which a thread holds in registers beside x. Empty slots cost time here too (H200, bf16, plans of
-// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76).
-template <typename scalar_t>
-struct GateLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
-                      RowPlan<256, 4, 8>, RowPlan<256, 8, 8>>;
-};
-template <>
-struct GateLadder<float> {
-  using type = Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<64, 4, 4>,
-                      RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
+struct EpilogueLadder<float> {
+  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
+                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
+                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
 // Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
@@ -152,6 +127,51 @@ constexpr int kStagingBytes = Plan::kThreads * Plan::kVecs * Plan::kVec * static
 template <typename Plan>
 constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 64;
 
+// With stages (forward_stages.cuh): four vectors a thread, as without, and few empty slots, which cost 5 to 30%.
+template <typename scalar_t>
+struct StagedLadder {
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>,
+                      RowPlan<32, 3, 8>, RowPlan<32, 4, 8>, RowPlan<32, 5, 8>, RowPlan<64, 3, 8>, RowPlan<64, 4, 8>,
+                      RowPlan<64, 5, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
+                      RowPlan<256, 3, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 4, 8, 16>>;
+};
+template <>
+struct StagedLadder<float> {
+  using type = Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<64, 3, 4>,
+                      RowPlan<64, 4, 4>, RowPlan<128, 3, 4>, RowPlan<128, 4, 4>, RowPlan<256, 3, 4>, RowPlan<256, 4, 4>,
+                      RowPlan<256, 5, 4>, RowPlan<256, 6, 4>, RowPlan<256, 4, 4, 16>>;
+};
+template <>
+struct StagedLadder<double> {
+  using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 8, 1, 16>>;
+};
+
+// The longest row of that ladder.
+template <typename Only>
+constexpr int64_t longest_row(Ladder<Only>, int max_cluster) {
+  return int64_t{Only::kThreads} * Only::kVecs * Only::kVec * std::min(max_cluster, Only::kMaxCluster);
+}
+template <typename First, typename Second, typename... Rest>
+constexpr int64_t longest_row(Ladder<First, Second, Rest...>, int max_cluster) {
+  return longest_row(Ladder<Second, Rest...>{}, max_cluster);
+}
+inline int64_t staged_columns(DType z_dtype, int max_cluster) {
+  switch (dtype_bytes(z_dtype)) {
+    case 8: return longest_row(StagedLadder<double>::type{}, max_cluster);
+    case 4: return longest_row(StagedLadder<float>::type{}, max_cluster);
+    default: return longest_row(StagedLadder<uint16_t>::type{}, max_cluster);
+  }
+}
+
+// The bound given to the compiler: 80 registers a thread, and 96 where these would spill (rows of one warp have no
+// barrier that keeps loads of weights behind the statistics). At 64 they spill (H200, bf16, residual: up to 25%).
+template <typename Plan>
+constexpr int staged_blocks_per_sm(int bytes) {
+  const bool is_large = Plan::kVecs > 4 || Plan::kThreads <= 32;
+  const int threads = bytes == 8 ? 512 : is_large ? 640 : 768;
+  return round_up_to(threads / kForwardThreads<Plan>, 1);
+}
+
 // Blocked instead of interleaved: each warp of a longer row reads one contiguous slice of it (gains 1 to 1.5%; with 512
 // threads it lost 1%).
 template <typename Plan>
@@ -160,22 +180,18 @@ constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads 
 // The bound given to the compiler, which sets the registers: 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or
 // 9. At 71 to 80 registers four vectors lost 8%; fp16 uses so many, because it spills at 64.
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool drops_y) {
+constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool drops_y) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
-  const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
+  const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype;
   int threads = 1024;
   if (kManyTiles<Plan> || (is_fp16 && Plan::kVecs > 20)) {
     threads = 512;
   } else if (whole && Plan::kVecs > 6) {
-    const bool is_fp32 = dtype_bytes(x_dtype) == 4 && !adds;
+    const bool is_fp32 = dtype_bytes(x_dtype) == 4;
     threads = Plan::kVecs % 2 == 1 ? 640 : is_fp32 && Plan::kThreads > 256 ? 1024 : is_fp32 || needs_few ? 768 : 512;
   } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
     threads = 768;
   }
-  // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments, least us): 768 276
-  // became 265, 1152 280 273, 1536 281 266, 2304 286 270, 3072 287 268; without gate within 1%, but 2304 with dropout
-  // 267 became 271. With plans of four vectors 1152 took 324; with each gate vector prefetched by one 279.
-  if (adds && whole && Plan::kVecs == 6) threads = 640;
   // 768 spills a little; the time was the same within 3%
   if (drops_y && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;

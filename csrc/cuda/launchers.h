@@ -27,35 +27,21 @@ bool is_huge_forward(const KernelForwardParams& params);
 int64_t forward_huge_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);
 
-// The same with a load stage, without workspace. x may be 16-bit beside fp32 z; weight is of x's type or fp32.
-bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage);
-cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
-
-// A gated norm; the gate is of x's dtype, and takes_gate() lists the calls. Without workspace.
-bool takes_gate(const KernelForwardParams& params);
-cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
-
-// forward_*.cu: rows that a group of threads or a cluster holds in registers. scalar_t is x's type; with a load stage,
-// z's. Stages take no workspace; takes_epilogue() lists the calls with an epilogue.
+// forward_*.cu: rows that a group of threads or a cluster holds in registers. scalar_t is x's type.
 template <typename scalar_t>
 cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream);
-template <typename scalar_t>
-cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
+
+// forward_epilogue_*.cu, forward_dropout_*.cu: with an epilogue alone.
 template <typename scalar_t, bool drops>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream);
 
+// The norm with stages, without workspace; takes_stages() lists the calls. weight is of x's dtype or fp32, a row gate of
+// x's dtype, y of any.
+bool takes_stages(const KernelForwardParams& params, const ForwardStages& stages);
+cudaError_t launch_forward(const KernelForwardParams& params, const ForwardStages& stages, cudaStream_t stream);
+// forward_stages_*.cu. scalar_t is the type of z.
 template <typename scalar_t>
-cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
-
-// Whether forward with a stage has a plan for such rows: x consists of whole 16-byte vectors, z is not a long row, and
-// y is of x's dtype.
-inline bool has_fused_plan(const KernelForwardParams& params, DType z) {
-  return params.hidden_size % (16 / dtype_bytes(params.x_dtype)) == 0 && !is_long_row(z, params.hidden_size) &&
-         params.y_dtype == params.x_dtype;
-}
-inline bool takes_epilogue(const KernelForwardParams& params) {
-  return has_fused_plan(params, params.x_dtype) && params.x_dtype != DType::kFloat64 && params.segments <= 1;
-}
+cudaError_t launch_staged(const KernelForwardParams& params, const ForwardStages& stages, cudaStream_t stream);
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 

@@ -45,31 +45,36 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
                        [&](auto types) { return launch_rows<typename decltype(types)::scalar_t>(params, stream); });
 }
 
-bool takes_gate(const KernelForwardParams& params) {
-  return has_fused_plan(params, params.x_dtype) && params.x_dtype != DType::kFloat64;
+namespace {
+
+// Of z, which selects the kernel. A gated norm whose gate comes first never rounds z.
+DType z_dtype_of(const KernelForwardParams& params, const ForwardStages& stages) {
+  if (stages.row_gate.gate && !stages.row_gate.gates_y) return accumulation_dtype(params.x_dtype);
+  return stages.load.residual_out ? stages.load.residual_out_dtype : params.x_dtype;
 }
 
-cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream) {
-  switch (params.x_dtype) {
-    case DType::kFloat16: return launch_gate<__half>(params, gate, stream);
-    case DType::kBFloat16: return launch_gate<__nv_bfloat16>(params, gate, stream);
-    default: return launch_gate<float>(params, gate, stream);
-  }
+}  // namespace
+
+bool takes_stages(const KernelForwardParams& params, const ForwardStages& stages) {
+  DeviceFacts facts;
+  if (device_facts(facts) != cudaSuccess) return false;
+  const bool is_double = params.x_dtype == DType::kFloat64;
+  return (is_double || params.hidden_size * dtype_bytes(params.x_dtype) % 16 == 0) &&
+         params.hidden_size <= staged_columns(z_dtype_of(params, stages), facts.max_cluster);
 }
 
-bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage) {
-  const DType x = params.x_dtype, z = stage.residual_out_dtype;
-  return has_fused_plan(params, z) && x != DType::kFloat64 && (z == x || z == DType::kFloat32) &&
-         (!stage.residual || stage.residual_dtype == z) && !(stage.gate && stage.dropout.philox);
-}
-
-cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
-  if (!takes_load_stage(params, stage)) return cudaErrorNotSupported;
-  switch (stage.residual_out_dtype) {
-    case DType::kFloat16: return launch_load<__half>(params, stage, stream);
-    case DType::kBFloat16: return launch_load<__nv_bfloat16>(params, stage, stream);
-    default: return launch_load<float>(params, stage, stream);
-  }
+cudaError_t launch_forward(const KernelForwardParams& params, const ForwardStages& stages, cudaStream_t stream) {
+  const bool has_epilogue_alone = stages.epilogue.any() && !stages.load.residual_out && !stages.row_gate.gate;
+  return dispatch_type(z_dtype_of(params, stages), [&](auto types) {
+    using scalar_t = typename decltype(types)::scalar_t;
+    if constexpr (sizeof(scalar_t) < 8) {
+      if (has_epilogue_alone && params.segments <= 1 && params.y_dtype == params.x_dtype &&
+          !is_long_row(params.x_dtype, params.hidden_size))
+        return stages.epilogue.dropout.philox ? launch_epilogue<scalar_t, true>(params, stages.epilogue, stream)
+                                              : launch_epilogue<scalar_t, false>(params, stages.epilogue, stream);
+    }
+    return launch_staged<scalar_t>(params, stages, stream);
+  });
 }
 
 }  // namespace fused_layernorm

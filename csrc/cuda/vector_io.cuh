@@ -328,6 +328,13 @@ struct RegisterSlots {
     return left - index(v) * kStep;
   }
 
+  // The number of elements in the first `vecs` vectors of `lanes` threads, the first of which is thread `first`.
+  __device__ int count_of(int vecs, int first, int lanes) const {
+    const int full = min(max(elements, 0) / kStep, vecs);
+    const int rest = full == vecs ? 0 : min(max(elements - full * kStep - first * Plan::kVec, 0), lanes * Plan::kVec);
+    return full * lanes * Plan::kVec + rest;
+  }
+
   // Calls f(v, whole) for every slot that is filled in some thread; `whole` is true if all threads have whole vectors.
   // Decided once a group, by values that are uniform over the row.
   template <typename F>
