@@ -5,6 +5,7 @@
 //   mean = is_rms_norm ? 0 : sum(z)/N     rstd = 1/sqrt(sum((z-mean)^2)/N + eps)     x_hat = (z-mean)*rstd
 //   u    = x_hat * (weight + weight_offset) + bias
 //   y    = keep * dropout_scale * activation(u)             epilogue; without one y is u
+//   y    = residual + u                                     with adds_y, and neither stage
 //
 // A gated norm has neither stage, and a row gate with a value for each element of x. a = gate_activation(row_gate):
 //   gates_y:   z = x                            y = u * a
@@ -108,7 +109,7 @@ struct NormStages {
 // aligned. weight, bias and gate begin at multiples of 16 bytes.
 struct NormForwardParams : NormStages {
   const void* x;         // rows, x_dtype
-  const void* residual;  // rows, residual_dtype: x_dtype or fp32
+  const void* residual;  // rows, residual_dtype: x_dtype or fp32; of the load stage, or with adds_y added to u
   const void* gate;      // [segments, hidden_size], x_dtype; nullptr: 1
   const void* row_gate;  // rows, row_gate_dtype: any; nullptr: no gated norm
   const void* weight;    // [segments, hidden_size], weight_dtype: x_dtype or fp32; nullptr: 1
@@ -135,6 +136,9 @@ struct NormForwardParams : NormStages {
   DType row_gate_dtype;
   DType weight_dtype;
   DType y_dtype;
+  bool adds_y;        // goes with no other stage
+  bool rounds_x_hat;  // to z_dtype, and the product with weight to the wider of z_dtype and weight_dtype; then there is
+                      // neither a bias nor a row gate
 };
 
 struct NormBackwardParams : NormStages {

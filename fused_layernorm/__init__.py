@@ -14,7 +14,10 @@ from .functional import (
     fused_gated_layer_norm,
     fused_gated_rms_norm,
     fused_layer_norm,
+    fused_layer_norm_add,
     fused_rms_norm,
+    fused_rms_norm_add,
+    fused_sandwich_rms_norm,
 )
 from .modules import (
     FusedAdaptiveLayerNorm,
@@ -24,7 +27,10 @@ from .modules import (
     FusedGatedLayerNorm,
     FusedGatedRMSNorm,
     FusedLayerNorm,
+    FusedLayerNormAdd,
     FusedRMSNorm,
+    FusedRMSNormAdd,
+    FusedSandwichRMSNorm,
 )
 from .replace import ReplaceReport, replace_norms, restore_norms
 
@@ -36,7 +42,10 @@ __all__ = [
     "FusedGatedLayerNorm",
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
+    "FusedLayerNormAdd",
     "FusedRMSNorm",
+    "FusedRMSNormAdd",
+    "FusedSandwichRMSNorm",
     "ProfileReport",
     "ReplaceReport",
     "backend",
@@ -48,7 +57,10 @@ __all__ = [
     "fused_gated_layer_norm",
     "fused_gated_rms_norm",
     "fused_layer_norm",
+    "fused_layer_norm_add",
     "fused_rms_norm",
+    "fused_rms_norm_add",
+    "fused_sandwich_rms_norm",
     "include_dir",
     "profile",
     "replace_norms",

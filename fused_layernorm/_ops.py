@@ -152,7 +152,7 @@ if extension or _backend.library:
             reference.check_gate(x, gate)
         rows = x.shape[: x.dim() - len(shape)]
         return (
-            x.new_empty(x.shape, dtype=options.out_dtype or x.dtype),
+            x.new_empty(x.shape, dtype=reference.y_dtype(x, residual, options)),
             x.new_empty(0 if z_dtype is None else x.shape, dtype=z_dtype or x.dtype),
             x.new_empty((1 if options.is_rms_norm else 3, *rows), dtype=reference.accumulation_dtype(x.dtype)),
         )
@@ -270,10 +270,11 @@ def _register_sharding_rules() -> None:
         found = [([Replicate()] * 3, whole)]
         for dim in dims_to_split(x, options, philox):
             rows = Shard(dim)
-            is_gated = gate is not None and residual is None and options.residual_dtype is None
+            is_gated = gate is not None and reference.z_dtype(residual, options) is None
             parameters = of_parameters(gate, weight, bias, x, dim, options, is_gated)
+            has_z = reference.z_dtype(residual, options) is not None
             found.append((
-                [rows, rows if residual is not None or options.residual_dtype else Replicate(), Shard(dim + 1)],
+                [rows, rows if has_z else Replicate(), Shard(dim + 1)],
                 [rows, if_given(residual, rows), *parameters, None, *no_tensors],
             ))  # fmt: skip
         return found

@@ -162,13 +162,13 @@ def fused_rms_norm(
             `torch.nn.functional.rms_norm`: float32's (1.19e-7), or float64's for float64 x.
         rounding: where intermediate results are rounded. "torch" rounds once, at the end. So does "gemma"
             (transformers' GemmaRMSNorm, with ``weight_offset=1``). "llama" (LlamaRMSNorm) rounds x_hat to x's dtype
-            before the multiplication by weight: two kernels, or PyTorch operations with an activation, with dropout
-            and under ``torch.compile``. In 16-bit dtypes about 1 of 10,000 elements differs from transformers' result,
-            because the sums of a row have another order; with "torch" instead of "llama" about 1 of 4 differs.
-            "llama_exact" and "gemma_exact" give transformers' bits in eager mode (not for float64 x, which transformers
-            normalizes in float32); their forward runs PyTorch operations. Backward is the kernel of "torch" for all. If
-            weight's dtype is wider than x's, transformers returns weight's dtype: pass it as `out_dtype`. With
-            "llama" and "llama_exact", `accumulate_grad` adds gradients that were rounded to weight's dtype.
+            before the multiplication by weight, in the same kernel. In 16-bit dtypes about 1 of 10,000 elements differs
+            from transformers' result, because the sums of a row have another order; with "torch" instead of "llama"
+            about 1 of 4 differs. "llama_exact" and "gemma_exact" give transformers' bits in eager mode (not for float64
+            x, which transformers normalizes in float32); their forward runs PyTorch operations, as does that of "llama"
+            with a bias. Backward is the kernel of "torch" for all. If weight's dtype is wider than x's, transformers
+            returns weight's dtype: pass it as `out_dtype`. With "llama_exact", `accumulate_grad` adds gradients that
+            were rounded to weight's dtype.
 
     The other arguments, the result, the guarantees and the errors are those of `fused_layer_norm`.
     """
@@ -306,6 +306,117 @@ def fused_add_rms_norm(
         weight_offset=weight_offset, out_dtype=out_dtype, stats_grad=stats_grad, activation=activation,
         dropout_p=dropout_p, training=training, rounding=rounding, adds=True, residual_dtype=residual_dtype,
         return_dropout_mask=return_dropout_mask,
+    )  # fmt: skip
+
+
+def fused_layer_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    stats_grad: bool = True,
+    accumulate_grad: bool = False,
+) -> Tensor:
+    r"""Layer normalization of a block's output and residual addition in one pass over memory: the norm after the block.
+
+    .. math:: y = \mathrm{residual} + \mathrm{LayerNorm}(x)
+
+    Args:
+        residual: of x's shape, of x's dtype or float32. Rows may be strided like x's.
+        out_dtype: dtype of the result; None means residual's dtype.
+
+    Returns:
+        y of x's shape, contiguous, of residual's dtype or `out_dtype`.
+
+    The sum is computed in the accumulation type and rounded once; transformers' classes round the norm before the sum.
+    residual's gradient is that of y, cast to residual's dtype: the same tensor if the dtypes are equal, as of ``x + y``
+    in PyTorch. Backward is that of `fused_layer_norm`, and residual is not saved for it. On CUDA the sum is a separate
+    kernel if residual or y has another dtype than x, if a row is longer than 16384 elements (8192 of float32), or if
+    rows are not whole 16-byte vectors. The other arguments, the guarantees and the errors are those of
+    `fused_layer_norm`.
+    """
+    norm = _norm if is_dynamo_compiling() else _ops.norm
+    return norm(
+        x, residual, None, weight, bias, eps=eps, is_rms_norm=False, normalized_shape=normalized_shape,
+        weight_offset=weight_offset, out_dtype=out_dtype, stats_grad=stats_grad, accumulate_grad=accumulate_grad,
+        adds_y=True,
+    )  # fmt: skip
+
+
+def fused_rms_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    stats_grad: bool = True,
+    accumulate_grad: bool = False,
+) -> Tensor:
+    r"""Root mean square normalization of a block's output and residual addition in one pass over memory: the norm after
+    the block, as in OLMo 2 and GLM-4.
+
+    .. math:: y = \mathrm{residual} + \mathrm{RMSNorm}(x)
+
+    Arguments, result and errors are those of `fused_layer_norm_add`; eps is that of `fused_rms_norm`.
+    """
+    norm = _norm if is_dynamo_compiling() else _ops.norm
+    return norm(
+        x, residual, None, weight, bias, eps=eps, is_rms_norm=True, normalized_shape=normalized_shape,
+        weight_offset=weight_offset, out_dtype=out_dtype, stats_grad=stats_grad, accumulate_grad=accumulate_grad,
+        adds_y=True,
+    )  # fmt: skip
+
+
+def fused_sandwich_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    post_eps: float | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    r"""The norm after one block, the residual addition, and the norm before the next block, as in Gemma 2 and 3.
+
+    .. math:: z = \mathrm{residual} + \mathrm{RMSNorm}(x) \text{ with } w_{\mathrm{post}}, \qquad
+        y = \mathrm{RMSNorm}(z) \text{ with } w
+
+    Args:
+        residual: of x's shape, of x's dtype or float32.
+        post_weight, weight: the scales of the two norms, of shape ``normalized_shape``; None means 1. `weight_offset`
+            is added to both, except to None.
+        eps, post_eps: added to the mean squares of z and of x; None for post_eps means eps.
+        normalized_shape: an int or a sequence of ints; default: the shape of weight, or else of post_weight.
+
+    Returns:
+        ``(y, z)``, y of x's dtype and z of residual's; z is rounded once, and y is computed from the rounded values.
+
+    Forward and backward are two passes over memory each; backward adds the gradient that z has from elsewhere within
+    the pass of its norm. The other guarantees and the errors are those of `fused_rms_norm_add`.
+    """
+    given = weight if weight is not None else post_weight
+    if normalized_shape is None and given is not None:
+        normalized_shape = given.shape
+    z = fused_rms_norm_add(
+        x, residual, post_weight, None, eps if post_eps is None else post_eps, normalized_shape=normalized_shape,
+        weight_offset=0.0 if post_weight is None else weight_offset,
+    )  # fmt: skip
+    if weight is not None and z.dtype != x.dtype:
+        weight = weight.to(z.dtype)
+    return _norm_of_stream(
+        z, weight, eps=eps, normalized_shape=normalized_shape, weight_offset=0.0 if weight is None else weight_offset,
+        out_dtype=x.dtype,
     )  # fmt: skip
 
 
@@ -546,6 +657,7 @@ _DEFAULTS: dict[str, Any] = {
     "is_modulated": False,  # weight, bias and gate may have x's leading dimensions
     "is_gated": False,  # gate has x's shape, and the activation is the gate's
     "gates_y": False,
+    "adds_y": False,  # residual is added to y
 }
 
 
@@ -565,13 +677,14 @@ def _norm(x, residual, gate, weight, bias, **given):
     if has_segments and not is_traced and math.prod(x.shape[: x.dim() - len(shape)]) >= 2**31:
         path = "reference"  # kernels count rows of segments in 32 bits
     rounding, adds = call["rounding"], call["adds"]
-    if path == "kernel" and rounding == "torch":  # the arguments are now of the types that the extension reads
+    is_exact = rounding.endswith("_exact") or (rounding == "llama" and bias is not None)
+    if path == "kernel" and not is_exact:  # the arguments are now of the types that the extension reads
         found = _ops.try_norm(x, residual, gate, weight, bias, **call)
         if found is not NotImplemented:
             return found
     if call["accumulate_grad"] and torch.is_grad_enabled():
-        weight = _into_main_grad("weight", weight, rounding)
-        bias = _into_main_grad("bias", bias, rounding)
+        weight = _into_main_grad("weight", weight, keeps_dtype=rounding.startswith("llama"))
+        bias = _into_main_grad("bias", bias, keeps_dtype=rounding.startswith("llama"))
 
     dropout_p = call["dropout_p"] if call["training"] else 0.0
     # A DTensor takes PyTorch's dropout, which knows what each rank draws
@@ -582,19 +695,21 @@ def _norm(x, residual, gate, weight, bias, **given):
     options = Options(
         len(shape), call["eps"], call["weight_offset"], call["is_rms_norm"], call["stats_grad"],
         reference.ACTIVATION_NAMES.index(call["activation"] or ""), dropout_p, not adds, call["out_dtype"],
-        call["residual_dtype"], call["gates_y"], per_head,
+        call["residual_dtype"], call["gates_y"], per_head, call["adds_y"], rounding.startswith("llama"),
     )  # fmt: skip
     tensors = (x, residual, gate, weight, bias, philox)
-    if path == "reference" or (rounding != "torch" and path == "operator"):
-        y, z = reference.norm_forward(*tensors, *options, rounding=_order_of(rounding))
-    elif path == "kernel" and rounding == "torch" and not _wants_gradients(tensors):
+    if path == "reference" or (is_exact and path == "operator"):
+        y, z = reference.norm_forward(*tensors, *options)
+    elif path == "kernel" and not is_exact and not _wants_gradients(tensors):
         y, z, _ = _ops.call_norm_forward(*tensors, *options)
     elif path == "kernel":
-        y, z = NormFunction.apply(*tensors, options, rounding)
+        y, z = NormFunction.apply(*tensors, options, is_exact)
     else:
         z_dtype = options.residual_dtype
         options = options._replace(  # None for defaults: AOTInductor of torch 2.11 passes other dtypes
-            out_dtype=None if options.out_dtype == x.dtype else options.out_dtype,
+            out_dtype=None
+            if options.out_dtype == reference.y_dtype(x, residual, options._replace(out_dtype=None))
+            else options.out_dtype,
             residual_dtype=None if residual is not None and z_dtype == residual.dtype else z_dtype,
         )
         y, z, _ = _ops.norm_forward(*tensors, *options)
@@ -635,6 +750,10 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
         call["residual_dtype"] = reference.check_add_arguments(x, residual, call["residual_dtype"], call["dropout_p"])
         if call["return_dropout_mask"] and _ops.is_dtensor(x):
             raise TypeError("return_dropout_mask=True needs plain tensors, got a DTensor")
+    if call["adds_y"]:
+        reference.check_add_arguments(x, residual, None, 0.0)
+        if residual is None:
+            raise TypeError("residual must be a Tensor, got NoneType")
     z_dtype = call["residual_dtype"] or x.dtype
     if rounding == "gemma" or (rounding == "llama" and z_dtype in (torch.float32, torch.float64) and bias is None):
         call["rounding"] = "torch"  # which rounds where these do
@@ -656,7 +775,8 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
     if not is_dynamo_compiling():  # numbers may be symbolic there
         for name in ("eps", "weight_offset", "dropout_p"):
             call[name] = float(call[name])
-    for name in ("stats_grad", "training", "memory_efficient", "accumulate_grad", "return_dropout_mask", "gates_y"):
+    for name in ("stats_grad", "training", "memory_efficient", "accumulate_grad", "return_dropout_mask", "gates_y",
+                 "adds_y"):  # fmt: skip
         call[name] = bool(call[name])
     return shape
 
@@ -671,9 +791,9 @@ def _is_per_head(call, *parameters) -> bool:
 
 def _is_plain(x, weight, bias, call) -> bool:
     """Whether PyTorch's own norm computes this call."""
-    takes_more = (call["adds"] or call["weight_offset"] or call["activation"] or call["rounding"] != "torch"
-                  or call["is_modulated"] or call["is_gated"] or _is_per_head(call, weight, bias)
-                  or (call["dropout_p"] and call["training"]))  # fmt: skip
+    takes_more = (call["adds"] or call["adds_y"] or call["weight_offset"] or call["activation"]
+                  or call["rounding"] != "torch" or call["is_modulated"] or call["is_gated"]
+                  or _is_per_head(call, weight, bias) or (call["dropout_p"] and call["training"]))  # fmt: skip
     if takes_more or not call["stats_grad"] or call["out_dtype"] not in (None, x.dtype):
         return False
     return all(t is None or t.dtype == x.dtype for t in (weight, bias))
@@ -746,6 +866,20 @@ def _gated_sum(x, gate, residual, dtype):
     return (residual.to(wide) + x.to(wide) * gate.to(wide)).to(dtype).contiguous()
 
 
+def _norm_of_stream(z, weight, **given):
+    """(RMSNorm(z), z). In eager mode z's other gradient is added in the norm's pass; under torch.compile the fold of
+    integrations/inductor.py does so."""
+    is_eager = not is_dynamo_compiling() and not _ops.is_torchs(z) and _ops.path_of(z, weight) == "kernel"
+    if not is_eager or not _wants_gradients((z, weight)):
+        return fused_rms_norm(z, weight, **given), z
+    call = _DEFAULTS | given | {"is_rms_norm": True}
+    shape = _check(z, None, None, weight, None, call)
+    per_head = _is_per_head(call, weight)
+    options = Options(len(shape), call["eps"], call["weight_offset"], True, drops_y=True, out_dtype=call["out_dtype"],
+                      per_head=per_head)  # fmt: skip
+    return StreamFunction.apply(z, None, None, weight, None, None, options, False)
+
+
 def _gated_norm(x, gate, weight, bias, group_size, **call):
     """A gated norm. A group_size becomes a dimension of groups in x, gate, weight and bias."""
     norm = _norm if is_dynamo_compiling() else _ops.norm
@@ -788,12 +922,12 @@ def _check_main_grad(name, parameter):
         raise ValueError(f"accumulate_grad needs {name}.main_grad, a float32 tensor of {name}'s shape")
 
 
-def _into_main_grad(name, parameter, rounding):
+def _into_main_grad(name, parameter, keeps_dtype):
     """The parameter cast to float32, so that its gradient is not rounded before it is added to main_grad. It keeps its
-    dtype if that is float64, and with Llama's rounding, whose result depends on weight's dtype."""
+    dtype if that is float64, and with `keeps_dtype`: the result of Llama's rounding depends on weight's dtype."""
     if parameter is None or not parameter.requires_grad:
         return parameter
-    return MainGradFunction.apply(parameter, name, _order_of(rounding) == "llama")
+    return MainGradFunction.apply(parameter, name, keeps_dtype)
 
 
 class MainGradFunction(torch.autograd.Function):
@@ -824,27 +958,18 @@ class MainGradFunction(torch.autograd.Function):
 # ---- autograd in Python ----------------------------------------------------------------------------------------------
 
 
-def _order_of(rounding: str) -> str:
-    """The rounding of `reference.norm_forward`: "llama" or "torch"."""
-    return "llama" if rounding.startswith("llama") else "torch"
-
-
 class NormFunction(torch.autograd.Function):
-    """The node of csrc/torch/autograd.cpp in Python. Used for roundings, whose forward is not one kernel, and for the
+    """The node of csrc/torch/autograd.cpp in Python. Used for exact roundings, whose forward is no kernel, and for the
     wheel's libraries, which have no other node."""
 
     @staticmethod
-    def forward(ctx, x, residual, gate, weight, bias, philox, options, rounding):
+    def forward(ctx, x, residual, gate, weight, bias, philox, options, is_exact):
         tensors = (x, residual, gate, weight, bias, philox)
-        if rounding == "torch":
-            y, z, stats = _ops.call_norm_forward(*tensors, *options)
-        elif rounding == "llama" and not options.activation and (philox is None or not options.drops_y):
-            of_x_hat = options._replace(weight_offset=0.0, per_head=False, out_dtype=options.residual_dtype or x.dtype)
-            x_hat, z, stats = _ops.call_norm_forward(x, residual, gate, None, None, philox, *of_x_hat)
-            y = reference.llama_product(x_hat, weight, bias, options.weight_offset).to(options.out_dtype or x.dtype)
-        else:
-            y, z = reference.norm_forward(*tensors, *options, rounding=_order_of(rounding))
+        if is_exact:
+            y, z = reference.norm_forward(*tensors, *options)
             stats = reference.stats(x if z is None else z, *options)
+        else:
+            y, z, stats = _ops.call_norm_forward(*tensors, *options)
         z = None if options.residual_dtype is None else z
         _save(ctx, tensors, options, z, stats)
         return y, z
@@ -852,6 +977,18 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y, grad_z):
         return *_gradients(ctx, grad_y, grad_z), None, None, None
+
+
+class StreamFunction(NormFunction):
+    """A norm of x, and x: the other gradient of x is an input of the norm's backward."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        tensors, options = arguments[:6], arguments[6]
+        y, _, stats = _ops.call_norm_forward(*tensors, *options)
+        x = tensors[0]
+        _save(ctx, tensors, options._replace(residual_dtype=x.dtype), x, stats)
+        return y, x
 
 
 def _save(ctx, tensors, options, z, stats):
@@ -880,13 +1017,16 @@ def _gradients(ctx, grad_y, grad_z):
     residual_dtype, _, weight_dtype, bias_dtype = (
         dtype if wanted else None for dtype, wanted in zip(dtypes, wants[1:], strict=False)
     )
+    added = grad_y.to(residual_dtype) if ctx.options.adds_y and residual_dtype else None  # perhaps no copy, as of x + y
+    residual_dtype = None if ctx.options.adds_y else residual_dtype
     wanted = Wanted(False, x_dtype, wants[0], wants[2], residual_dtype, weight_dtype, bias_dtype)
     arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
     # The reference also if y was unused: a zero gradient times an infinite rstd is NaN
     is_kernels = grad_y is not None and not torch.is_grad_enabled()
     if is_kernels and (is_dynamo_compiling() or not _ops.is_plain_eager()):
         is_kernels = _ops.path_of(*(t for t in arguments[:8] if t is not None)) in ("kernel", "operator")
-    return (_ops.call_norm_backward if is_kernels else reference.norm_backward)(*arguments)
+    grads = (_ops.call_norm_backward if is_kernels else reference.norm_backward)(*arguments)
+    return grads if added is None else (grads[0], added, *grads[2:])
 
 
 def _register_autograd() -> torch.library.Library:
@@ -931,7 +1071,7 @@ def _register_autograd() -> torch.library.Library:
 
 
 def _record(x, residual, gate, weight, bias, options):
-    return NormFunction.apply(x, residual, gate, weight, bias, None, Options(*options), "torch")
+    return NormFunction.apply(x, residual, gate, weight, bias, None, Options(*options), False)
 
 
 if _ops.norm_forward is not None and not _backend.extension:

@@ -17,7 +17,10 @@ from .functional import (
     fused_gated_layer_norm,
     fused_gated_rms_norm,
     fused_layer_norm,
+    fused_layer_norm_add,
     fused_rms_norm,
+    fused_rms_norm_add,
+    fused_sandwich_rms_norm,
 )
 from .reference import as_shape, check_dropout_p
 
@@ -70,6 +73,64 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return fused_rms_norm(x, self.weight, None, self.eps, normalized_shape=self.normalized_shape)
+
+
+class FusedLayerNormAdd(FusedLayerNorm):
+    """`fused_layernorm.fused_layer_norm_add`: the norm after the block. ``module(x, residual)`` returns y."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return fused_layer_norm_add(
+            x, residual, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
+        )
+
+
+class FusedRMSNormAdd(FusedRMSNorm):
+    """`fused_layernorm.fused_rms_norm_add`: the norm after the block. ``module(x, residual)`` returns y."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return fused_rms_norm_add(x, residual, self.weight, None, self.eps, normalized_shape=self.normalized_shape)
+
+
+class FusedSandwichRMSNorm(nn.RMSNorm):
+    """`fused_layernorm.fused_sandwich_rms_norm`, with the parameters `post_weight` and `weight`.
+
+    ``module(x, residual)`` returns ``(y, z)``.
+    """
+
+    __prepare_scriptable__ = _not_scriptable
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        post_eps: float | None = None,
+        weight_offset: float = 0.0,
+    ) -> None:
+        self.weight_offset = weight_offset  # before reset_parameters()
+        super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
+        self.post_eps = post_eps
+        post_weight = None if self.weight is None else nn.Parameter(self.weight.detach().clone())
+        self.register_parameter("post_weight", post_weight)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _take_offset_from(self)
+        if getattr(self, "post_weight", None) is not None:  # not yet in __init__
+            nn.init.constant_(self.post_weight, 1 - self.weight_offset)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return fused_sandwich_rms_norm(
+            x, residual, self.post_weight, self.weight, self.eps, post_eps=self.post_eps,
+            normalized_shape=self.normalized_shape, weight_offset=self.weight_offset,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        names = [name for name in ("post_eps", "weight_offset") if getattr(self, name)]
+        return super().extra_repr() + "".join(f", {name}={getattr(self, name)!r}" for name in names)
 
 
 class FusedAddLayerNorm(nn.LayerNorm):
@@ -285,7 +346,7 @@ def _extra_repr_of_add(module: FusedAddLayerNorm | FusedAddRMSNorm) -> str:
     return f", dropout_p={module.dropout_p}{residual_dtype}"
 
 
-def _take_offset_from(module: FusedGatedLayerNorm | FusedGatedRMSNorm) -> None:
+def _take_offset_from(module: FusedGatedLayerNorm | FusedGatedRMSNorm | FusedSandwichRMSNorm) -> None:
     """Initialize weight so that weight + weight_offset is 1."""
     if module.elementwise_affine and module.weight_offset:
         nn.init.constant_(module.weight, 1 - module.weight_offset)

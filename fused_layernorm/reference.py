@@ -35,6 +35,8 @@ class Options(NamedTuple):
     residual_dtype: torch.dtype | None = None
     gates_y: bool = False  # a gated norm's gate multiplies y, not x
     per_head: bool = False  # weight and bias have x's last dimensions before the normalized ones too
+    adds_y: bool = False  # residual is added to y, not to x
+    rounds_x_hat: bool = False  # to z's dtype, before the product with weight (Llama)
 
 
 class Wanted(NamedTuple):
@@ -343,13 +345,12 @@ def norm_forward(
     bias: Tensor | None,
     philox: Tensor | None,
     *given: Any,
-    rounding: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
     """y and z (None without a load stage) of the operator norm_forward, from its arguments::
 
         z = residual + keep * dropout_scale * gate * x      (x itself without z_dtype)
         x_hat = (z - mean) * rstd                           u = x_hat * (weight + weight_offset) + bias
-        y = keep * dropout_scale * activation(u)
+        y = keep * dropout_scale * activation(u)            (residual + u with adds_y, where z = x)
 
     A gate without a load stage makes a gated norm, whose activation is that of the gate::
 
@@ -357,8 +358,8 @@ def norm_forward(
         otherwise: z = x * activation(gate)     y = u
 
     z is rounded to z_dtype before the statistics; z of a gated norm is not rounded. Without stats_grad, mean and rstd
-    are constants in differentiation. With rounding "llama", x_hat is rounded to z's dtype before `llama_product`.
-    RMSNorm has the bits of transformers' LlamaRMSNorm, and with rounding "torch" those of GemmaRMSNorm.
+    are constants in differentiation. With rounds_x_hat, x_hat is rounded to z's dtype before `llama_product`: RMSNorm
+    then has the bits of transformers' LlamaRMSNorm, and without it those of GemmaRMSNorm.
     """
     options = Options(*given)
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
@@ -380,7 +381,7 @@ def norm_forward(
         z = z.to(stored, copy=True, memory_format=torch.contiguous_format)
 
     y, _ = _x_hat_and_rstd(z, tuple(range(-ndim, 0)), options.eps, options.is_rms_norm, options.stats_grad)
-    if rounding == "llama":
+    if options.rounds_x_hat:
         y = llama_product(y.to(z.dtype), weight, bias, options.weight_offset)
     else:
         if weight is not None:
@@ -393,7 +394,9 @@ def norm_forward(
         y = y * factor
     if keep is not None and options.drops_y:
         y = dropout(y, keep, options.dropout_p, y.dtype)
-    return y.to(options.out_dtype or x.dtype).contiguous(), None if stored is None else z
+    if options.adds_y and residual is not None:
+        y = residual + y
+    return y.to(y_dtype(x, residual, options)).contiguous(), None if stored is None else z
 
 
 def llama_product(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float) -> Tensor:
@@ -409,7 +412,11 @@ def llama_product(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, off
 
 def z_dtype(residual: Tensor | None, options: Options) -> torch.dtype | None:
     """The dtype of z in forward; None if there is no load stage, and z is x."""
-    return options.residual_dtype or (None if residual is None else residual.dtype)
+    return options.residual_dtype or (None if residual is None or options.adds_y else residual.dtype)
+
+
+def y_dtype(x: Tensor, residual: Tensor | None, options: Options) -> torch.dtype:
+    return options.out_dtype or (residual.dtype if options.adds_y and residual is not None else x.dtype)
 
 
 def stats(z: Tensor, *given: Any) -> Tensor:

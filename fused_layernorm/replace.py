@@ -106,7 +106,7 @@ def replace_norms(
     Numerics: statistics and products in float32, one rounding at the end, as in torch, OLMo, GPT-OSS, Gemma and Cohere.
     Llama and T5 round the normalized value to 16 bits before they multiply by weight: 16-bit results differ by up to
     one unit in the last place, float32 results by float32 rounding. ``rounding="model"`` rounds where these classes
-    round (`fused_rms_norm` with ``rounding="llama"``, two kernels). Other norms round once more, before a gate or a
+    round (`fused_rms_norm` with ``rounding="llama"``). Other norms round once more, before a gate or a
     bias: the report's note gives the difference. A norm of a package other than torch returns the dtype that the
     original returns (float32 for a Llama norm with float32 weight and bfloat16 input). It runs the original code for
     inputs that the kernels do not take, such as float64 or a gate that is broadcast. Under CUDA autocast the output has

@@ -160,6 +160,7 @@ struct Case {
   double p = 0.3, weight_offset = 0, eps = 1e-5;
   bool has_gro = false, stats_grad = true, accumulate = false, z_is_y = false, save_stats = true;
   bool wants_x = true, wants_residual = false, wants_weight = true, wants_bias = true, wants_gate = true;
+  bool adds_y = false, rounds_x_hat = false;  // adds_y: has_residual without load
   bool has_row_gate = false, gates_y = true;  // of times only
   Layout layout = kDense;
 };
@@ -413,6 +414,7 @@ void run(const Case& c) {
   f.hidden_size = n, f.eps = c.eps;
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight,
   f.y_dtype = t.y;
+  f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
   make_forward(rows);
   if (const int error = run_forward(f)) return fail(c, "forward: CUDA error " + std::to_string(error));
   finish(c.name.c_str());
@@ -454,9 +456,11 @@ void run(const Case& c) {
       const int64_t at = r * n + i;
       x_hat[at] = (z_of[at] - m) * rstds[r];
       u[at] = x_hat[at] * w(r, i) + b(r, i);
-      want[at] = activated(c.activation, u[at]);
-      error[at] =
-          e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) + std::fabs(b(r, i)));
+      want[at] = activated(c.activation, u[at]) + (c.adds_y ? residual.values[at] : 0);
+      // The roundings to a 16-bit z: that of x_hat, and that of the product. tests/test_fusions.py has their bits
+      const double e_rounded = c.rounds_x_hat ? 1.5 * unit(f.z_dtype) * std::fabs(u[at]) : 0;
+      error[at] = e_rounded + e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) +
+                                       std::fabs(b(r, i)) + std::fabs(want[at]));
       if (c.drops_y) want[at] = is_kept(c, r, i) ? want[at] * scale : 0, error[at] *= scale;
     }
   });
@@ -661,6 +665,27 @@ const Feature kFeatures[] = {
     {"no stats", [](Case& c) { c.save_stats = false; }},
     {"grad_x alone", [](Case& c) { c.wants_weight = c.wants_bias = false; }},
     {"residual", [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true; }},
+    {"residual after", [](Case& c) { c.adds_y = c.has_residual = true; }},
+    {"residual after, padded, no bias, offset",
+     [](Case& c) { c.adds_y = c.has_residual = true, c.has_bias = false, c.weight_offset = 1, c.layout = kPadded; }},
+    {"residual after, segments", [](Case& c) { c.adds_y = c.has_residual = true, c.segments = 4; }},
+    {"rounded x_hat", [](Case& c) { c.rounds_x_hat = true, c.has_bias = false; }},
+    {"rounded x_hat, no weight, padded",
+     [](Case& c) { c.rounds_x_hat = true, c.has_bias = c.has_weight = false, c.layout = kPadded; }},
+    {"rounded x_hat, segments, no stats",
+     [](Case& c) { c.rounds_x_hat = true, c.has_bias = c.save_stats = false, c.segments = 4; }},
+    {"rounded x_hat, residual",
+     [](Case& c) {
+       c.load = c.has_residual = c.has_gro = c.wants_residual = c.rounds_x_hat = true, c.has_bias = false;
+     }},
+    {"rounded x_hat, residual, dropout of x",
+     [](Case& c) {
+       c.load = c.has_residual = c.wants_residual = c.rounds_x_hat = c.drops_x = true, c.has_bias = false;
+     }},
+    {"rounded x_hat, silu, dropout of y",
+     [](Case& c) {
+       c.rounds_x_hat = c.drops_y = true, c.has_bias = false, c.activation = Activation::kSilu;
+     }},
     {"residual, padded, no grad_residual_out",
      [](Case& c) { c.load = c.has_residual = c.wants_residual = true, c.layout = kPadded; }},
     {"residual, x alone, groups", [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.layout = kGroups; }},
@@ -745,7 +770,8 @@ void add_case(std::vector<Case>& cases, const NamedTypes& types, const Feature& 
   if (c.segments < 0) c.segments = static_cast<int>(c.rows);
   if (c.layout == kGroups && !(c.segments == 2)) c.rows = std::max<int64_t>(c.rows / 6, 1) * 6;
   if (c.segments == 2 && c.layout == kGroups) c.rows = 6;  // three groups of two: the boundary is within one
-  if (!c.load) c.t.z = c.t.residual = c.t.x;
+  if (!c.load && !c.adds_y) c.t.residual = c.t.x;
+  if (!c.load) c.t.z = c.t.x;
   if (c.z_is_y) c.t.y = c.t.x;
   if (n == 1 && !rms && !c.stats_grad) return;  // the torch layer's
   if (n <= 3 && !rms) c.eps = 1e-2;
@@ -830,6 +856,7 @@ void time_case(const Case& c, const char* dtypes) {
   f.rows = rows, f.hidden_size = n, f.eps = 1e-5;
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight;
   f.y_dtype = t.y;
+  f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
   f.y = take(count * dtype_bytes(t.y));
   if (c.load) f.residual_out = take(count * dtype_bytes(t.z));
   f.rstd = take(rows * 4);
@@ -855,7 +882,7 @@ void time_case(const Case& c, const char* dtypes) {
   b.grad_gate_dtype = b.grad_weight_dtype = b.grad_bias_dtype = t.weight;
   b.stats_grad = true, b.has_load_stage = c.load, b.z_is_y = c.z_is_y;
   b.grad_input = take(count * dtype_bytes(t.x));
-  if (c.has_residual) b.grad_residual = take(count * dtype_bytes(t.residual));
+  if (c.has_residual && c.load) b.grad_residual = take(count * dtype_bytes(t.residual));
   if (c.has_gate) b.grad_gate = take(parts * n * 4);
   b.grad_weight = take(parts * n * 4);
   if (!c.rms) b.grad_bias = take(parts * n * 4);
@@ -869,8 +896,8 @@ void time_case(const Case& c, const char* dtypes) {
                                 parameters + gates;
   const int64_t backward_bytes =
       count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
-               c.has_gro * dtype_bytes(t.gro) + c.has_residual * dtype_bytes(t.residual) + c.load * dtype_bytes(t.z) -
-               c.load * dtype_bytes(t.x) + 2 * c.has_row_gate * dtype_bytes(t.x)) +
+               c.has_gro * dtype_bytes(t.gro) + (c.has_residual && c.load) * dtype_bytes(t.residual) +
+               c.load * dtype_bytes(t.z) - c.load * dtype_bytes(t.x) + 2 * c.has_row_gate * dtype_bytes(t.x)) +
       2 * parameters + 2 * gates;
   const bool is_short = count * dtype_bytes(t.x) < kTimedBytes / 8;
   const float forward_us =
@@ -938,6 +965,11 @@ void time_all(const std::string& only) {
       {"gelu", "bf16/w32", [](Case& c) { c.activation = Activation::kGelu; }, few},
       {"residual gelu", "bf16",
        [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.activation = Activation::kGelu; }, few},
+      {"residual after rms", "bf16", [](Case& c) { c.adds_y = c.has_residual = true; }, some, true},
+      {"residual after rms", "fp32", [](Case& c) { c.adds_y = c.has_residual = true; }, few, true},
+      {"rounded x_hat rms", "bf16", [](Case& c) { c.rounds_x_hat = true; }, some, true},
+      {"rounded x_hat residual rms", "bf16",
+       [](Case& c) { c.load = c.has_residual = c.has_gro = c.rounds_x_hat = true; }, some, true},
       {"row gate rms", "bf16", [](Case& c) { c.has_row_gate = true; }, some, true},
       {"row gate rms", "fp32", [](Case& c) { c.has_row_gate = true; }, few, true},
       {"gate first rms", "bf16", [](Case& c) { c.has_row_gate = true, c.gates_y = false; }, some, true},
@@ -959,6 +991,7 @@ void time_all(const std::string& only) {
     if (c.segments > 1) c.rows = std::max<int64_t>(c.rows / c.segments, 1) * c.segments;
     c.wants_residual = c.has_residual;
     if (!c.load) c.t.z = c.t.residual = c.t.x;
+    if (c.rounds_x_hat) c.has_bias = false;
     if ((c.name + " " + cell.types).find(only) != std::string::npos) time_case(c, cell.types);
   };
   for (const Timed& cell : timed) {

@@ -41,7 +41,9 @@ from fused_layernorm import (
     fused_gated_layer_norm,
     fused_gated_rms_norm,
     fused_layer_norm,
+    fused_layer_norm_add,
     fused_rms_norm,
+    fused_rms_norm_add,
     reference,
 )
 
@@ -825,6 +827,7 @@ def placed(t, memory):
 
 ADD_OPS = {"layer_norm": fused_add_layer_norm, "rms_norm": fused_add_rms_norm}
 ADAPTIVE_OPS = {"layer_norm": fused_adaptive_layer_norm, "rms_norm": fused_adaptive_rms_norm}
+AFTER_OPS = {"layer_norm": fused_layer_norm_add, "rms_norm": fused_rms_norm_add}
 GATED_OPS = {"layer_norm": fused_gated_layer_norm, "rms_norm": fused_gated_rms_norm}
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"), "silu": F.silu}
 GATES = ACTIVATIONS | {"sigmoid": torch.sigmoid, None: lambda gate: gate}
@@ -834,12 +837,13 @@ GRADIENTS = {"y": "grad_output", "z": "grad_z"}
 
 @dataclass(frozen=True)
 class Fusion(Sample):
-    """A norm of z = residual + dropout(x), or residual + gate * x, and what is made of it; or a gated norm.
+    """A norm of z = residual + dropout(x), or residual + gate * x, and what is made of it; or a gated norm; or a norm
+    to which residual is added ("after").
 
     Groups of a gated norm are heads of the case, whose last two dimensions are one to the call.
     """
 
-    kind: str = "plain"  # of function: "plain", "add", "adaptive" or "gated"
+    kind: str = "plain"  # of function: "plain", "add", "after", "adaptive" or "gated"
     residual: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
     dropout_p: float = 0.0  # of x (add), or of y (plain)
@@ -857,14 +861,16 @@ class Fusion(Sample):
     def z_dtype(self):
         if self.gate and not self.gates_y:
             return reference_dtype(self.case)
-        return self.residual_dtype or self.residual or self.case.dtype
+        return self.residual_dtype or (self.residual if self.kind != "after" else None) or self.case.dtype
 
     @property
     def follows(self):
         """Whether something is made of the norm, which then is not rounded yet."""
         if self.gate:
             return self.gates_y
-        return bool(self.activation or self.modulations or (self.dropout_p and self.kind == "plain"))
+        return bool(
+            self.kind == "after" or self.activation or self.modulations or (self.dropout_p and self.kind == "plain")
+        )
 
     @property
     def rounds_x_hat(self):
@@ -905,13 +911,14 @@ class Fusion(Sample):
             for name, make in (("weight", lambda w: 1 + w.abs() - case.weight_offset), ("bias", torch.tanh)):
                 if name in given:
                     given[name] = make(given[name].double()).to(given[name].dtype)
-        if self.residual or (self.gate and not self.gates_y):  # then the norm is of z, not of x
+        adds_x = self.residual and self.kind != "after"
+        if adds_x or (self.gate and not self.gates_y):  # then the norm is of z, not of x
             z = given["x"].double()
             if self.gate:
                 z = z * GATES[self.activation](given["gate"].double())
             elif "gate" in given:
                 z = z * reference.as_modulation("gate", given["gate"], given["x"], case.normalized_ndim).double()
-            z = z + given["residual"].double() if self.residual else z
+            z = z + given["residual"].double() if adds_x else z
             if all(name != "grad_output" for name, *_ in self.special):
                 given["grad_output"] = (self.grad_scale * gradient_like(z, case, generator)).to(case.y_dtype)
         grad_z = self.grad_scale * gradient_like(given["x"], case, generator)
@@ -944,6 +951,11 @@ class Fusion(Sample):
                         "weight_offset": case.weight_offset}  # fmt: skip
             options |= {"rounding": self.rounding} if case.op == "rms_norm" else {}
         x, residual, weight, bias = (given.get(name) for name in ("x", "residual", "weight", "bias"))
+        if self.kind == "after":  # residual's dtype is y's by default
+            own = {"out_dtype": None if case.out_dtype == self.residual else case.y_dtype}
+            names = ("eps", "normalized_shape", "weight_offset", "stats_grad")
+            return {"y": AFTER_OPS[case.op](x, residual, weight, bias, accumulate_grad=self.accumulate_grad, **own,
+                                            **{name: options[name] for name in names})}  # fmt: skip
         torch.manual_seed(self.seed)
         if self.kind == "plain":
             return {"y": OPS[case.op](x, weight, bias, memory_efficient=self.memory_efficient,
@@ -973,6 +985,8 @@ class Fusion(Sample):
         """y, from the norm."""
         if self.gate:
             return n * GATES[self.activation](given["gate"]) if self.gates_y else n
+        if self.kind == "after":
+            return given["residual"] + n
         if self.modulations:
             n = n * (1 + given["scale"]) + given.get("shift", 0.0)
         if self.activation:
@@ -985,7 +999,8 @@ class Fusion(Sample):
         z = given["x"] * (given.get("gate", 1.0) if not self.gate else self.opened(given))
         if keeps is not None and self.kind == "add":
             z = dropped(z, keeps, self.dropout_p)
-        z = z + given.get("residual", 0.0)
+        if self.kind != "after":
+            z = z + given.get("residual", 0.0)
         if not self.gate:
             z = rounded_z.to(z.dtype) + (z - z.detach())
         n = in_plain_operations(self.norm, z, given.get("weight"), given.get("bias"))
@@ -1066,7 +1081,7 @@ def z_of_fusion(drawn, given, keeps):
     case, kept, z = drawn.case, reference_dtype(drawn.case), given["x"]
     if drawn.gate and not drawn.gates_y:  # not rounded by the norm, and here to the accumulation type
         return z.to(kept) * GATES[drawn.activation](given["gate"].to(kept))
-    if drawn.kind in ("plain", "gated"):
+    if drawn.kind in ("plain", "after", "gated"):
         return z
     if "gate" in given:
         z = z.to(kept) * reference.as_modulation("gate", given["gate"], z, case.normalized_ndim).to(kept)
@@ -1132,6 +1147,8 @@ def expected_fusion(drawn, given, z, keeps):
     if drawn.modulations:
         factor = 1 + wide["scale"].abs()
         terms, terms_of_slope = terms * factor + wide.get("shift", n.new_zeros(())).abs(), terms_of_slope * factor
+    if drawn.kind == "after":
+        terms = terms + wide["residual"].abs()
     if drawn.kind == "plain" and keeps is not None:
         terms, terms_of_slope = terms * scale_of_kept, terms_of_slope * scale_of_kept
     off, off_norm = torch.zeros_like(n), limits["y"]  # of dn, of n
@@ -1181,7 +1198,7 @@ def expected_fusion(drawn, given, z, keeps):
             limits[name] = limits[name] + sum_over_rows(more, case).view(case.parameter_shape)
 
     # From z to what it is made of; and sums over the rows that share a modulation.
-    if drawn.kind not in ("plain", "gated"):
+    if drawn.kind not in ("plain", "after", "gated"):
         rounded = torch.finfo(drawn.z_dtype).eps if drawn.is_composed(device) else unit
         off_z = off_z + rounded * dz_in_all.abs() + unit * off_z
     factor = wide.get("gate", n.new_ones(())).abs()
@@ -1194,7 +1211,7 @@ def expected_fusion(drawn, given, z, keeps):
         limits["gate"] = (
             off_one * two + one * off_two
         ) * gate_slope.abs() + 16 * unit * one * two * terms_of_gate_slope
-    limits |= {"x": off_z * factor, "residual": off_z}
+    limits |= {"x": off_z * factor, "residual": torch.zeros_like(off_z) if drawn.kind == "after" else off_z}
     if drawn.gate and not drawn.gates_y:
         limits["x"] = limits["x"] + 16 * unit * dz_in_all.abs() * terms_of_gate
     few = 4 + case.rows.bit_length() / 2
@@ -1209,14 +1226,15 @@ def expected_fusion(drawn, given, z, keeps):
         limits[name] += few * unit * (each.square().sum_to_size(like).sqrt() + each.sum_to_size(like).abs())
 
     promised = promised_rows(norm, inputs) & by_row(dz).isfinite().all(1)
-    if drawn.kind != "plain":  # the gradient of the norm is rounded to z's dtype, perhaps to infinity
+    if drawn.kind not in ("plain", "after"):  # the gradient of the norm is rounded to z's dtype, perhaps to infinity
         promised &= (by_row(off_z + dz.abs() + dz_in_all.abs()) < torch.finfo(drawn.z_dtype).max / 2).all(1)
     limits_of = {}
     for name, truth in truths.items():
         like = given["x" if name == "y" else name]
         dtype = case.y_dtype if name == "y" else getattr(norm, name) if name in ("weight", "bias") else like.dtype
         truth, limit, info = truth.view(like.shape), limits[name].view(like.shape), torch.finfo(dtype)
-        if drawn.accumulate_grad and drawn.rounds_x_hat and name in ("weight", "bias"):
+        is_node = drawn.rounding == "llama" and drawn.route == "node" and case.bias is None and _ops.extension
+        if drawn.accumulate_grad and drawn.rounds_x_hat and not is_node and name in ("weight", "bias"):
             coarser = torch.finfo(like.dtype)  # main_grad gets a gradient of the parameter's dtype
             limit = limit + coarser.eps * (truth.abs() + coarser.tiny)
         if name not in ("y", "weight", "bias"):  # the rounding of others is in their limits

@@ -126,7 +126,11 @@ def test_references_of_the_tables_lead_to_the_same_argument():
             assert argument == "shift" or theirs.annotation == own[argument].annotation, (name, argument)
             assert f"| `{argument}` | " in sections[other] and "as in [" not in row_of(sections[other], argument)
             sibling = name.replace("rms", "?").replace("layer", "rms").replace("?", "layer")
-            if argument in sections[sibling] and "as in [" not in row_of(sections[sibling], argument):
+            if (
+                sibling in sections
+                and argument in sections[sibling]
+                and "as in [" not in row_of(sections[sibling], argument)
+            ):
                 assert other == sibling or "_".join(name.split("_")[1:]) in ("layer_norm", "rms_norm"), (name, argument)
             checked += 1
     assert checked > 50

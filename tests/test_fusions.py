@@ -24,6 +24,7 @@ from norm_cases import (
     ACTIVATIONS,
     ADAPTIVE_OPS,
     ADD_OPS,
+    AFTER_OPS,
     ARGUMENTS,
     DTYPE_NAMES,
     GATED_OPS,
@@ -80,6 +81,7 @@ from fused_layernorm import (
     fused_adaptive_rms_norm,
     fused_add_layer_norm,
     fused_add_rms_norm,
+    fused_sandwich_rms_norm,
     reference,
 )
 
@@ -1780,6 +1782,216 @@ def test_bad_gates(device, op, name):
     call, exception, message = BAD_GATES[name]
     with pytest.raises(exception, match=message):
         call(GATED_OPS[op], torch.randn(3, 4))
+
+
+# ---- the norm after the block ----------------------------------------------------------------------------------------
+
+
+def after(op, shape, dtype, residual, **options):
+    return Fusion(Case(shape, op=op, dtype=dtype, **{"out_dtype": residual} | options), kind="after", residual=residual)
+
+
+AFTER_DTYPES = [(bf16, bf16), (bf16, fp32), (fp16, fp16), (fp32, fp32), (fp64, fp64)]  # of x, of residual
+
+
+@on_devices("op,dtype,residual,options", [
+    (op, *dtypes, i) for op in OPS for dtypes in AFTER_DTYPES for i in range(len(PARAMETERS))
+])  # fmt: skip
+def test_norm_add(device, op, dtype, residual, options):
+    """residual + norm(x) against fp64: strided and ragged rows, what is given, what is wanted, every way of a call"""
+    strided = {"x": Memory(gaps=(0, 0, 8)), "residual": Memory(offset=8, gaps=(0, 0, 16))}
+    for shape, memory in (((5, 3, 40), {}), ((7, 33), {}), ((4, 3, 64), strided)):
+        fusion = replace(after(op, shape, dtype, residual, **PARAMETERS[options]), memory=memory)
+        given, found = check_fusion(fusion, device)
+        wants = tuple(name for name in ARGUMENTS if name in given)
+        for wanted in ((name,) for name in wants):
+            with poisoned():
+                again = run_fusion(fusion, given, wanted)
+            judge_fusion(fusion, given, again)
+            assert same_bits(found["y"], again["y"])
+        for route in ("function", "operator", "reference"):
+            with through(route):
+                again = run_fusion(fusion, given, wants)
+            judge_fusion(fusion, given, again)
+            if route != "reference" and _backend.has_kernels_for(device):
+                assert all(same_bits(found[name], one) for name, one in again.items()), route
+
+
+@on_devices("op,dtype,residual,rows,hidden_size", [
+    (op, *dtypes, rows, n) for op in OPS for dtypes in AFTER_DTYPES
+    for rows, n in (*((23, n) for n in (1, 8, 64, 128, 256, 264, 512, 768, 1024, 1152, 2048, 2568, 4096, 4097, 5120,
+                                        8192, 12345, 16384, 32768, 65536)), (2, 262_152), (70_001, 64), (3001, 4096))
+], devices=("cuda",))  # fmt: skip
+def test_norm_add_of_many_sizes(device, op, dtype, residual, rows, hidden_size):
+    check_fusion(after(op, (rows, hidden_size), dtype, residual), device)
+
+
+@on_devices("op", OPS)
+def test_norm_add_of_heads_and_main_grad(device, op):
+    """a weight for each head; gradients that are added to main_grad"""
+    check_fusion(after(op, (6, 3, 40), bf16, bf16, heads_ndim=1), device)
+    check_fusion(replace(after(op, (37, 40), bf16, bf16), accumulate_grad=True), device)
+
+
+@on_devices("op", OPS)
+def test_norm_add_gradcheck(device, op):
+    """gradcheck and gradgradcheck, forward mode and batched gradients"""
+    tensors = [torch.randn(*s, device=device, dtype=fp64, requires_grad=True) for s in ((3, 5), (3, 5), (5,), (5,))]
+    norm = functools.partial(AFTER_OPS[op], eps=1e-5)
+    assert gradcheck(norm, tensors, check_batched_grad=True, check_forward_ad=True)
+    assert gradgradcheck(norm, tensors)
+
+
+@on_devices("op", OPS)
+def test_norm_add_in_pytorch(device, op):
+    """the node saves x and not residual; torch.func, torch.compile, export, meta tensors, opcheck, compiled autograd"""
+    torch.compiler.reset()
+    x, residual = torch.randn(2, 6, 3, 16, device=device).unbind()
+    weight, bias = torch.randn(2, 16, device=device).unbind()
+    given = [t.requires_grad_() for t in (x, residual, weight, bias)]
+
+    def loss(*tensors):
+        return AFTER_OPS[op](*tensors, 1e-5).sin().sum()
+
+    truth = torch.autograd.grad(loss(*given), given)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*given), truth)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), truth)
+    assert AFTER_OPS[op](*(t.detach().to("meta") for t in given), 1e-5).shape == x.shape
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return AFTER_OPS[op](*tensors, 1e-5)
+
+    plain = tuple(t.detach() for t in given)
+    torch.testing.assert_close(torch.export.export(Module(), plain).module()(*plain), AFTER_OPS[op](*plain, 1e-5))
+    if not _backend.has_kernels_for(device):
+        return
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = AFTER_OPS[op](*given)
+    assert y.grad_fn.name() == NODE and {t.data_ptr() for t in saved if t.numel() == x.numel()} == {x.data_ptr()}
+    gradient = torch.randn_like(y)
+    assert torch.autograd.grad(y, residual, gradient)[0].data_ptr() == gradient.data_ptr()  # as of x + y
+    options = {"is_rms_norm": op == "rms_norm", "adds_y": True}
+    torch.library.opcheck(_ops.norm_forward, operator_arguments(x, residual, None, weight, bias, **options))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        found = [t.detach().requires_grad_() for t in given]
+        loss(*found).backward()
+    torch.testing.assert_close([t.grad for t in found], list(truth))
+
+
+BAD_AFTERS = {
+    "residual is None": (lambda norm, x: norm(x, None, ones(4)), TypeError, "residual must be a Tensor, got NoneType"),
+    "residual is a list": (lambda norm, x: norm(x, [1.0], ones(4)), TypeError, "residual must be a Tensor"),
+    "residual of another shape": (lambda norm, x: norm(x, x[:2], ones(4)), RuntimeError,
+                                  r"residual must have x's shape, \[3, 4\], got \[2, 4\]"),
+    "residual of another dtype": (lambda norm, x: norm(x, x.half(), ones(4)), TypeError,
+                                  "residual must be of x's dtype, torch.float32, got torch.float16"),
+    "out_dtype": (lambda norm, x: norm(x, x, ones(4), out_dtype="bf16"), TypeError, "out_dtype must be"),
+    "no shape": (lambda norm, x: norm(x, x), ValueError, "normalized_shape"),
+    "x is nested": (lambda norm, x: norm(torch.nested.nested_tensor([x, x[:2]]), x, ones(4)), TypeError,
+                    "x must be a dense"),
+}  # fmt: skip
+
+
+@on_devices("op,name", [(op, name) for op in OPS for name in BAD_AFTERS], devices=("cpu",))
+def test_bad_norm_adds(device, op, name):
+    """bad input: an error that names the argument; of the operator, too"""
+    call, exception, message = BAD_AFTERS[name]
+    with pytest.raises(exception, match=message):
+        call(AFTER_OPS[op], torch.randn(3, 4))
+    if _ops.norm_forward is not None:
+        x = torch.randn(3, 4)
+        for arguments in ({"adds_y": True}, {"adds_y": True, "residual": x, "gate": x}):
+            with pytest.raises(RuntimeError, match="adds_y needs a residual"):
+                _ops.norm_forward(*operator_arguments(x, **arguments))
+        for arguments in ({"bias": ones(4)}, {"gate": x}, {"residual": x, "adds_y": True}):
+            with pytest.raises(RuntimeError, match="rounds_x_hat goes without"):
+                _ops.norm_forward(*operator_arguments(x, **arguments, rounds_x_hat=True))
+
+
+def sandwich_in_fp64(x, residual, post_weight, weight, eps, post_eps, offset, z=None):
+    """(y, z) with the value of z that was rounded, if it is given."""
+
+    def norm(t, weight, eps):
+        x_hat = t * (t.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return x_hat if weight is None else x_hat * (weight + offset)
+
+    truth = residual + norm(x, post_weight, post_eps)
+    if z is not None:
+        truth = z.double() + (truth - truth.detach())
+    return norm(truth, weight, eps), truth
+
+
+@on_devices("dtype,residual,weights,way", [
+    (*dtypes, weights, way) for dtypes in AFTER_DTYPES for weights in ("both", "post", "none")
+    for way in ("eager", "no grad", "aot_eager", "inductor")
+])  # fmt: skip
+def test_sandwich(device, dtype, residual, weights, way):
+    """against fp64, with gradients of both results, of one, and through frozen weights"""
+    if way == "inductor" and (dtype, weights) != (bf16, "both"):
+        pytest.skip("one of each is enough")
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape, dtype=dtype):
+        return (0.3 + torch.randn(shape, generator=generator)).to(device, dtype)
+
+    n, offset = 72, 1.0
+    x, skip = normal(5, 7, n), normal(5, 7, n, dtype=residual)
+    post_weight, weight = (normal(n) if weights in kinds else None for kinds in (("both", "post"), ("both",)))
+    given = [t.requires_grad_(way != "no grad") if t is not None else None for t in (x, skip, post_weight, weight)]
+
+    def call(*tensors):
+        shape = None if tensors[2] is not None else n
+        return fused_sandwich_rms_norm(*tensors, 1e-5, post_eps=1e-3, weight_offset=offset, normalized_shape=shape)
+
+    run_it = call if way in ("eager", "no grad") else torch.compile(call, backend=way, fullgraph=True)
+    y, z = run_it(*given)
+    assert (y.dtype, z.dtype) == (dtype, residual) and y.is_contiguous() and z.is_contiguous()
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
+    true_y, true_z = sandwich_in_fp64(*wide, 1e-5, 1e-3, offset, z.detach())
+    eps, eps_of_y = torch.finfo(residual).eps, torch.finfo(dtype).eps
+    own_z = sandwich_in_fp64(*wide, 1e-5, 1e-3, offset)[1]
+    assert ((z.double() - own_z).abs() <= eps * own_z.abs() + 64 * torch.finfo(fp32).eps * (1 + own_z.abs())).all()
+    assert (
+        (y.double() - true_y).abs() <= eps_of_y * true_y.abs() + 64 * torch.finfo(fp32).eps * (1 + true_y.abs())
+    ).all()
+    if way == "no grad":
+        return
+    leaves, wide_leaves = ([t for t in tensors if t is not None] for tensors in (given, wide))
+    grads = {"y": normal(5, 7, n), "z": normal(5, 7, n, dtype=residual)}
+    for uses in ("yz", "y", "z"):
+        found = torch.autograd.grad([{"y": y, "z": z}[u] for u in uses], leaves, [grads[u] for u in uses],
+                                    retain_graph=True, allow_unused=True)  # fmt: skip
+        truth = torch.autograd.grad(
+            [{"y": true_y, "z": true_z}[u] for u in uses], wide_leaves, [grads[u].double() for u in uses],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        for one, two in zip(found, truth, strict=True):
+            if two is None:
+                assert one is None or not one.any()
+                continue
+            # The gradient of z is rounded to its dtype, and x's goes through it; sums over 35 rows
+            scale = two.abs() + two.square().mean().sqrt() * (6 if one.dim() == 1 else 1)
+            unit = max(eps, torch.finfo(one.dtype).eps)
+            assert ((one.double() - two).abs() <= 4 * unit * scale + 256 * torch.finfo(fp32).eps * scale).all(), uses
+
+
+@on_devices()
+def test_sandwich_in_few_passes(device):
+    """z's two gradients are summed by the norm's backward, and second derivatives are there"""
+    tensors = [torch.randn(*s, device=device, dtype=fp64, requires_grad=True) for s in ((3, 6), (3, 6), (6,), (6,))]
+    assert gradcheck(fused_sandwich_rms_norm, tensors) and gradgradcheck(fused_sandwich_rms_norm, tensors)
+    if not _backend.has_kernels_for(device):
+        return
+    y, z = fused_sandwich_rms_norm(*tensors)
+    assert type(y.grad_fn) is type(z.grad_fn) and y.grad_fn is z.grad_fn
+    with pytest.raises(TypeError, match="residual must be a Tensor"):
+        fused_sandwich_rms_norm(tensors[0], None, *tensors[2:])
+    with pytest.raises(RuntimeError, match="weight must have the shape"):
+        fused_sandwich_rms_norm(*tensors[:3], tensors[3][:4], normalized_shape=6)
 
 
 # ---- a weight for each head ------------------------------------------------------------------------------------------

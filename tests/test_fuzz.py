@@ -262,7 +262,7 @@ def check_second_order(drawn):
 
 @st.composite
 def fusions(draw, activations=tuple(ACTIVATIONS), only_first=True, **fixed):
-    kind, more = draw(st.sampled_from(["plain", "add", "add", "adaptive", "gated"])), {}
+    kind, more = draw(st.sampled_from(["plain", "add", "add", "after", "adaptive", "gated"])), {}
     fixed |= {"heads_ndim": 0} if kind == "adaptive" else {}
     base = draw(fuzzed(sigmas=(1.0, 1.0, 1e-4, 300.0), grad_scales=(1.0, 1e-4), **fixed))
     case = base.case
@@ -281,6 +281,10 @@ def fusions(draw, activations=tuple(ACTIVATIONS), only_first=True, **fixed):
         more["gate"], more["gates_y"] = draw(DTYPES), draw(st.booleans())
         more["activation"] = draw(st.sampled_from([None, *activations, "sigmoid"]))
         more["groups"] = case.heads_ndim == case.normalized_ndim == 1 and draw(st.booleans())
+    elif kind == "after":
+        more["residual"] = draw(of_x)
+        more["accumulate_grad"] = only_first and not case.heads_ndim and case.dtype != fp64 and one_in(3)
+        case = replace(case, out_dtype=more["residual"]) if one_in(2) else case
     elif kind != "adaptive":
         if not case.heads_ndim:
             more["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9, 1.0]))
@@ -289,7 +293,7 @@ def fusions(draw, activations=tuple(ACTIVATIONS), only_first=True, **fixed):
             more["rounding"] = draw(st.sampled_from(["torch", "torch", "llama", "llama_exact", "gemma", "gemma_exact"]))
     if kind in ("add", "adaptive") and not one_in(4):
         more["residual"] = draw(of_x)
-    if kind == "add" or more.get("residual"):
+    if kind == "add" or (kind == "adaptive" and more.get("residual")):
         more["residual_dtype"] = draw(st.one_of(st.none(), of_x))
         more["uses"] = draw(st.sampled_from([("y", "z"), ("y", "z"), ("y",), ("z",)]))
     modulations = more["modulations"] = {}

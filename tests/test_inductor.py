@@ -292,6 +292,29 @@ def test_folded(device, function, residual, grad_residual):
     )
 
 
+def after_block(x, r, m, weight, bias):
+    z = r + norm(x @ m, weight, bias)
+    return z @ m, z
+
+
+def sandwich(x, r, m, weight, bias):
+    z = fused_rms_norm(x @ m, weight, weight_offset=1.0) + r
+    return norm(z, bias, weight) @ m, z
+
+
+def residual_of_later(x, r, m, weight, bias):  # the residual is computed after the norm
+    y = norm(x, weight, bias)
+    return y + (r + x) @ m
+
+
+@pytest.mark.parametrize("function, grad_residual", [(after_block, 0), (sandwich, 1), (residual_of_later, 1)])
+def test_added(device, function, grad_residual):
+    """the norm after the block: the sum goes into the norm before it, and not into the one behind"""
+    expected = {"added": 1, "grad_residual": grad_residual}
+    leaves = [leaf(*s, device=device) for s in sizes()]
+    check(function, leaves, {k: v for k, v in expected.items() if v}, {"added": 1})
+
+
 @pytest.mark.parametrize("function", [one_sum, used_elsewhere, chain, flattened, modulated])
 def test_symbolic_sizes(device, function):
     """dynamic=True: the folds of fixed sizes, in one graph for every batch"""
@@ -392,7 +415,28 @@ def whole_of_parts(x, r, m, weight, bias):  # a view of the sum whose rows have 
     return fused_adaptive_layer_norm((r + x @ m).view(2, 5, 1, SIZE), scale[:, None], scale[:, None])
 
 
+def norm_with_other_readers(x, r, m, weight, bias):
+    y = norm(x @ m, weight, bias)
+    return r + y, y @ m
+
+
+def added_pointwise(x, r, m, weight, bias):  # Inductor adds where it computes sin
+    return r.sin() + norm(x @ m, weight, bias)
+
+
+def added_after_activation(x, r, m, weight, bias):
+    return r + fused_layer_norm(x @ m, weight, bias, activation="silu")
+
+
+def added_to_ragged_rows(x, r, m, weight, bias):  # on CUDA the sum would be a kernel of its own
+    return r[..., :15] + fused_layer_norm(x[..., :15].sin() @ m[:15, :15], weight[:15], bias[:15])
+
+
 LEFT = [
+    norm_with_other_readers,
+    added_pointwise,
+    added_after_activation,
+    added_to_ragged_rows,
     broadcast,
     alpha,
     number,

@@ -68,8 +68,8 @@ struct PartialRows {
 };
 
 // A thread's own rows of the accumulation type, by what they hold: kU is u, then backward grad_z; kResidual is
-// residual, and backward grad_residual_out, then x; kScales is the row gate where there is one. Null where it is not
-// needed.
+// residual, and backward grad_residual_out, then x; kScales is the row gate where there is one, and the residual that is
+// added to y; kGrad is forward's rounded x_hat. Null where it is not needed.
 enum ThreadRow { kZ, kGrad, kResidual, kU, kScales, kThreadRows };
 struct ThreadMemory {
   void* row[kThreadRows];
@@ -258,9 +258,10 @@ void launch_norm_forward_cpu(const NormForwardParams& params) {
                       : !params.residual_out || (params.z_dtype == params.x_dtype &&
                                                  (!params.residual || params.residual_dtype == params.x_dtype));
   const DType row_dtype = is_of_one_dtype ? params.x_dtype : acc_dtype;
-  const bool needs[kThreadRows] = {!is_of_one_dtype, false, !is_of_one_dtype,
-                                   (params.has_epilogue() || params.row_gate) && params.y_dtype != acc_dtype,
-                                   params.dropout.philox || params.row_gate};
+  const bool makes_u = params.has_epilogue() || params.row_gate || params.adds_y || params.rounds_x_hat;
+  const bool needs[kThreadRows] = {!is_of_one_dtype, params.rounds_x_hat, !is_of_one_dtype,
+                                   makes_u && params.y_dtype != acc_dtype,
+                                   params.dropout.philox || params.row_gate || params.adds_y};
   const int64_t segments = segments_of(params), rows_each = params.rows / segments;
   Parameters shared(params, true, true);
   at::parallel_for(0, params.rows, grain(params.hidden_size), [&](int64_t begin, int64_t end) {

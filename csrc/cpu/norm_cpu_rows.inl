@@ -322,6 +322,30 @@ struct NormalizeSweep {
   }
 };
 
+template <class row_t, class to_t>
+struct XHatSweep {
+  using acc_t = AccOf<row_t>;
+  const row_t* x;
+  RowStats<acc_t> stats;
+  to_t* to;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    store<acc_t>(to + col, count, stats.x_hat(load<acc_t>(x + col, count)));
+  }
+};
+
+template <class from_t>
+struct ScaleSweep {
+  using acc_t = AccOf<from_t>;
+  const from_t* from;
+  const acc_t* scale;
+  acc_t* to;
+
+  FLN_INLINE void step(int count, int64_t col, int) {
+    store<acc_t>(to + col, count, load<acc_t>(from + col, count) * load<acc_t>(scale + col, count));
+  }
+};
+
 template <class row_t>
 struct DotSweep {
   using acc_t = AccOf<row_t>;
@@ -773,6 +797,27 @@ FLN_INLINE int64_t interleaved_at(const NormStages& stages, int64_t row, int64_t
   return static_cast<uint32_t>(row) % static_cast<uint32_t>(stages.segments) * n;
 }
 
+// u with rounds_x_hat. `rounded`: memory for a row of z_dtype.
+template <class row_t>
+void normalize_rounded(const NormForwardParams& params, const row_t* z, const AccOf<row_t>* weight,
+                       const RowStats<AccOf<row_t>>& stats, AccOf<row_t>* u, void* rounded) {
+  using acc_t = AccOf<row_t>;
+  const int64_t n = params.hidden_size;
+  for_dtype(params.z_dtype, [&](auto zero) FLN_INLINE_LAMBDA {
+    using z_t = decltype(zero);
+    if constexpr (std::is_same<AccOf<z_t>, acc_t>::value) {
+      z_t* const x_hat = static_cast<z_t*>(rounded);
+      XHatSweep<row_t, z_t> normalize{z, stats, x_hat};
+      sweep_columns<acc_t>(normalize, 0, n);
+      ScaleSweep<z_t> scale{x_hat, weight, u};
+      sweep_columns<acc_t>(scale, 0, n);
+      if (params.weight_dtype != params.z_dtype) return;  // the product is wider
+      round_to(u, n, rounded, params.z_dtype);
+      widened(rounded, params.z_dtype, n, u);
+    }
+  });
+}
+
 constexpr int64_t kBlockColumns = 1024;  // of u, so that the epilogue finds it in L1
 
 template <class row_t>
@@ -816,7 +861,7 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       sweep_columns<acc_t>(sweep, begin, end);
     };
     void* const y = row_at(params.y, params.y_dtype, row * n);
-    if (!params.has_epilogue() && !gates_y) {
+    if (!params.has_epilogue() && !gates_y && !params.adds_y && !params.rounds_x_hat) {
       for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y), 0, n); });
       continue;
     }
@@ -824,12 +869,19 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
     if (gates_y) {
       normalize(u, 0, n);
       multiply_by_gate(params.gate_activation, u, row_gate, n, u);
+    } else if (params.adds_y) {
+      normalize(u, 0, n);
+      AddSweep<acc_t> sweep{widened(row_at(params.residual, params.residual_dtype, params.residual_strides.offset(row)),
+                                    params.residual_dtype, n, own_row<acc_t>(memory, kScales)),
+                            u};
+      sweep_columns<acc_t>(sweep, 0, n);
     } else {
+      if (params.rounds_x_hat) normalize_rounded(params, z, weight, stats, u, memory.row[kGrad]);
       const acc_t* scales =
           params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
       for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
         const int64_t end = n - begin < kBlockColumns ? n : begin + kBlockColumns;
-        normalize(u, begin, end);
+        if (!params.rounds_x_hat) normalize(u, begin, end);
         for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
           EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
           sweep_columns<acc_t>(sweep, begin, end);

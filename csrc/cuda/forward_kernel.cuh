@@ -174,13 +174,17 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-// Multiplies a vector by the activation of its gate.
+// Multiplies a vector by the activation of its gate, or adds a residual.
 template <typename x_t, int kVec, typename T>
-__device__ __forceinline__ void multiply_by_gate(Activation activation, const RawVec<x_t, kVec>& raw,
-                                                 T (&values)[kVec]) {
+__device__ __forceinline__ void apply_gate(const RowGate& stage, const RawVec<x_t, kVec>& raw, T (&values)[kVec]) {
   T gate[kVec];
   unpack(raw, gate);
-  with_gate_activation(activation, [&](auto which) { activate<sizeof(x_t) == 2>(gate, which); });
+  if (stage.adds) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = add(values[i], gate[i]);
+    return;
+  }
+  with_gate_activation(stage.activation, [&](auto which) { activate<sizeof(x_t) == 2>(gate, which); });
 #pragma unroll
   for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], gate[i]);
 }
@@ -304,7 +308,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     return load_parameter<kVec, kOrdered>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
   const auto bias_vec = [&](const auto* bias, int count) {
-    return load_parameter<kVec, kOrdered>(bias, count, params.bias, zero_vec<std::decay_t<decltype(*bias)>, kVec>());
+    using bias_t = std::decay_t<decltype(*bias)>;
+    constexpr acc_t kNone = kHasLoad<Fused> ? acc_t(-0.0) : acc_t(0);  // Llama's product keeps the sign of a zero
+    return load_parameter<kVec, kOrdered>(bias, count, params.bias, filled_vec<bias_t, kVec>(kNone));
   };
   RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
   if constexpr (kEager) {
@@ -349,7 +355,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         } else {
           acc_t z[kVec];
           unpack(x_raw[v], z);
-          multiply_by_gate(fused.activation, gate_raw[v], z);
+          apply_gate(fused, gate_raw[v], z);
           raw[v] = pack<scalar_t>(z);
         }
       });
@@ -459,8 +465,16 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
           }
           unpack(raw[v], values);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
-          if constexpr (kGatesY<Fused>) multiply_by_gate(fused.activation, gate_raw[v], values);
+          for (int i = 0; i < kVec; ++i) values[i] = norm.x_hat(values[i]);
+          if constexpr (kHasLoad<Fused> && sizeof(scalar_t) == 2) {
+            acc_t rounded[kVec];
+            unpack(pack<scalar_t>(values), rounded);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) values[i] = fused.rounds_x_hat ? rounded[i] : values[i];
+          }
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) values[i] = fma(values[i], scale[i], offset[i]);
+          if constexpr (kGatesY<Fused>) apply_gate(fused, gate_raw[v], values);
           apply(values, slice_col + own + skip);
           if (!plain && !same_dtype) {
             store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);

@@ -28,6 +28,7 @@ struct LoadStage {
   Dropout dropout;
   const void* gate;  // [segments, hidden_size], of x's dtype; not with dropout; nullptr: 1
   int64_t gate_stride;
+  bool rounds_x_hat;  // to the 16-bit type of z, before the product with weight (Llama). There is no bias
 };
 
 // A gated norm's gate, of x's dtype; nullptr: none.
@@ -36,6 +37,7 @@ struct RowGate {
   RowStrides strides;
   Activation activation;
   bool gates_y;
+  bool adds;  // the gate is a residual that is added to y; with gates_y, and in forward only
 };
 
 // The adjoints of the stages around the norm of z. A null pointer is an absent input or an unwanted result.

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
-// What recomputes u: z, the saved statistics, weight and bias.
+// What recomputes u: z, the saved statistics, weight and bias. rounds_x_hat: as in norm_params.h.
 struct SavedNorm {
   Rows z;
   const void *rstd, *mean, *mean_tail, *weight, *bias;
@@ -120,7 +120,19 @@ struct SavedNorm {
   double weight_offset;
   int64_t weight_stride, rows, hidden_size;
   int segments;
+  bool interleaves, rounds_x_hat;
 };
+
+// Rounds to `dtype`.
+template <typename acc_t, int kCount>
+__device__ __forceinline__ void round_as(acc_t (&values)[kCount], DType dtype) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float value = static_cast<float>(values[i]);
+    if (dtype == DType::kFloat16) values[i] = __half2float(__float2half_rn(value));
+    if (dtype == DType::kBFloat16) values[i] = __bfloat162float(__float2bfloat16_rn(value));
+  }
+}
 
 template <typename acc_t>
 struct NormOfColumns {
@@ -133,7 +145,7 @@ struct NormOfColumns {
       : norm(norm), col(col), count(count) {
     const int64_t at = segment * norm.weight_stride + col;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) weight[i] = 1, bias[i] = 0;
+    for (int i = 0; i < 8; ++i) weight[i] = 1, bias[i] = acc_t(-0.0);  // which changes no sum
     if (norm.bias) load_columns<8>(bias, norm.bias, norm.weight_dtype, at, count);
     if (!norm.weight) return;
     load_columns<8>(weight, norm.weight, norm.weight_dtype, at, count);
@@ -151,45 +163,44 @@ struct NormOfColumns {
     const acc_t rstd = saved(norm.rstd, row), mean = saved(norm.mean, row), mean_tail = saved(norm.mean_tail, row);
     load(values, row);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = fma(((values[i] - mean) - mean_tail) * rstd, weight[i], bias[i]);
+    for (int i = 0; i < 8; ++i) values[i] = ((values[i] - mean) - mean_tail) * rstd;
+    if (norm.rounds_x_hat) round_as(values, norm.z.dtype);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = fma(values[i], weight[i], bias[i]);
+    if (norm.rounds_x_hat && norm.weight_dtype == norm.z.dtype) round_as(values, norm.z.dtype);
   }
 };
 
-// Calls f(segment, its first row, its number of rows) for each segment of this block.
+// The rows of a segment: first, first + step, ...
+struct SegmentRows {
+  int64_t first, step, count;
+};
+
+// Calls f(segment, its rows) for each segment of this block.
 template <typename F>
 __device__ __forceinline__ void for_each_segment(const SavedNorm& norm, F&& f) {
-  const int64_t rows = norm.segments > 1 ? norm.rows / norm.segments : norm.rows;
-  for (int64_t segment = blockIdx.z; segment * rows < norm.rows; segment += gridDim.z) f(segment, segment * rows, rows);
+  const int64_t segments = norm.segments > 1 ? norm.segments : 1, count = norm.rows / segments;
+  for (int64_t segment = blockIdx.z; segment < segments; segment += gridDim.z)
+    f(segment,
+      norm.interleaves ? SegmentRows{segment, segments, count} : SegmentRows{segment * count, 1, count});
 }
 
-// u, contiguous, from z and its statistics. Launched with the segments.
-template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    norm_of_saved_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
-  for_each_segment(norm, [&](int64_t segment, int64_t first, int64_t rows) {
-    for_each_eight(rows, norm.hidden_size, [&](int64_t col, int count) {
-      return [&, col, count, u = NormOfColumns<acc_t>(norm, segment, col, count)](int64_t row) {
-        acc_t values[8];
-        u(values, row + first);
-        store_columns(target, dtype, (row + first) * norm.hidden_size + col, values, count);
-      };
-    });
-  });
-}
-
-// The epilogue: y = dropout(activation(u)), contiguous. One weight for all rows.
+// The epilogue: y = dropout(activation(u)), contiguous, from z and its statistics. Launched with the segments.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     epilogue_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue, void* y,
                     DType y_dtype) {
-  for_each_eight(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
-    return [&, col, count, u = NormOfColumns<acc_t>(norm, 0, col, count)](int64_t row) {
-      acc_t values[8];
-      u(values, row);
-      with_activation(epilogue.activation, [&](auto which) { activate<false>(values, which); });
-      if (epilogue.dropout.philox) RowDropout<acc_t>(epilogue.dropout, row).apply(values, col);
-      store_columns(y, y_dtype, row * norm.hidden_size + col, values, count);
-    };
+  for_each_segment(norm, [&](int64_t segment, const SegmentRows& rows) {
+    for_each_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
+      return [&, col, count, rows, u = NormOfColumns<acc_t>(norm, segment, col, count)](int64_t row) {
+        row = rows.first + row * rows.step;
+        acc_t values[8];
+        u(values, row);
+        with_activation(epilogue.activation, [&](auto which) { activate<false>(values, which); });
+        if (epilogue.dropout.philox) RowDropout<acc_t>(epilogue.dropout, row).apply(values, col);
+        store_columns(y, y_dtype, row * norm.hidden_size + col, values, count);
+      };
+    });
   });
 }
 
@@ -214,13 +225,13 @@ __global__ void __launch_bounds__(kQuadThreads)
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     centered_from_y_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
-  for_each_segment(norm, [&](int64_t segment, int64_t first, int64_t rows) {
-    for_each_eight(rows, norm.hidden_size, [&](int64_t col, int count) {
+  for_each_segment(norm, [&](int64_t segment, const SegmentRows& rows) {
+    for_each_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
       NormOfColumns<acc_t> columns(norm, segment, col, count);
 #pragma unroll
       for (int i = 0; i < 8; ++i) columns.weight[i] = 1 / columns.weight[i];
-      return [&, col, count, columns](int64_t row) {
-        row += first;
+      return [&, col, count, rows, columns](int64_t row) {
+        row = rows.first + row * rows.step;
         const acc_t sigma = 1 / columns.saved(norm.rstd, row);
         acc_t values[8];
         columns.load(values, row);
@@ -232,18 +243,18 @@ __global__ void __launch_bounds__(kQuadThreads)
   });
 }
 
-// A gated norm around the plain one: target = source * activation(gate), contiguous.
+// A gated norm around the plain one: target = source * activation(gate), contiguous; with `adds` source + gate.
 template <typename acc_t>
 __global__ void __launch_bounds__(kQuadThreads)
     gate_kernel(const __grid_constant__ Rows source, const __grid_constant__ Rows gate, Activation activation,
-                int64_t rows, int64_t hidden_size, void* target, DType dtype) {
+                bool adds, int64_t rows, int64_t hidden_size, void* target, DType dtype) {
   for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
     acc_t values[4], factor[4];
     load_columns<4>(values, source.data, source.dtype, source.strides.offset(row) + col, count);
     load_columns<4>(factor, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
-    with_gate_activation(activation, [&](auto which) { activate<false>(factor, which); });
+    if (!adds) with_gate_activation(activation, [&](auto which) { activate<false>(factor, which); });
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = mul(values[i], factor[i]);
+    for (int i = 0; i < 4; ++i) values[i] = adds ? add(values[i], factor[i]) : mul(values[i], factor[i]);
     store_columns(target, dtype, row * hidden_size + col, values, count);
   });
 }
@@ -432,38 +443,41 @@ void forward_plain(KernelForwardParams& norm, Sequence& run) {
   run.launch([&](cudaStream_t stream) { return launch_forward(norm, stream); });
 }
 
-// target = source * activation(row_gate), in the accumulation type of x.
+// target = source * activation(gate) in the accumulation type of x, or source + gate.
 template <typename Params>
-void multiply_by_row_gate(const Params& params, const Rows& source, void* target, DType dtype, Sequence& run) {
+void apply_row_gate(const Params& params, const Rows& source, const Rows& gate, bool adds, void* target, DType dtype,
+                    Sequence& run) {
   const bool is_double = accumulation_dtype(params.x_dtype) == DType::kFloat64;
-  const Rows gate{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
   run.launch([&](cudaStream_t stream) {
     return launch_quads(is_double ? gate_kernel<double> : gate_kernel<float>, params.rows, params.hidden_size, stream,
-                        source, gate, params.gate_activation, params.rows, params.hidden_size, target, dtype);
+                        source, gate, params.gate_activation, adds, params.rows, params.hidden_size, target, dtype);
   });
 }
 
-// A gated norm: one kernel, or the plain norm and the product with the gate. `norm` lacks weight and bias.
+// A gated norm, or one to which a residual is added: one kernel, or the plain norm and the product or sum. `norm` lacks
+// weight and bias.
 void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Sequence& run) {
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
   const RowStrides dense = contiguous(params.rows, params.hidden_size);
-  const Rows gate{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
+  const bool adds = params.adds_y, is_after = params.gates_y || adds;
+  const Rows gate = adds ? Rows{params.residual, params.residual_strides, params.residual_dtype}
+                         : Rows{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
   if (gate.dtype == params.x_dtype && takes_gate(norm)) {
     const Rows read = run.readable(gate, gate.dtype);
-    const RowGate row_gate{read.data, read.strides, params.gate_activation, params.gates_y};
+    const RowGate row_gate{read.data, read.strides, params.gate_activation, is_after, adds};
     complete_statistics(norm, false, run);
     read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
     return run.launch([&](cudaStream_t stream) { return launch_forward(norm, row_gate, stream); });
   }
   void* const product = run.take_rows(acc_dtype);
-  const auto multiply = [&](const Rows& source, void* target, DType dtype) {
-    multiply_by_row_gate(params, source, target, dtype, run);
+  const auto apply = [&](const Rows& source, void* target, DType dtype) {
+    apply_row_gate(params, source, gate, adds, target, dtype, run);
   };
-  if (params.gates_y) {
+  if (is_after) {
     norm.y = product;
     norm.y_dtype = acc_dtype;
   } else {
-    multiply({norm.x, norm.x_strides, norm.x_dtype}, product, acc_dtype);
+    apply({norm.x, norm.x_strides, norm.x_dtype}, product, acc_dtype);
     norm.x = product;
     norm.x_strides = dense;
     norm.x_dtype = acc_dtype;
@@ -471,7 +485,16 @@ void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Se
   complete_statistics(norm, false, run);
   read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
   forward_plain(norm, run);
-  if (params.gates_y) multiply({product, dense, acc_dtype}, params.y, params.y_dtype);
+  if (is_after) apply({product, dense, acc_dtype}, params.y, params.y_dtype);
+}
+
+void apply_epilogue(const SavedNorm& saved, const Epilogue& epilogue, void* y, DType y_dtype, bool is_double,
+                    Sequence& run) {
+  const int segments = std::max(saved.segments, 1);
+  run.launch([&](cudaStream_t stream) {
+    return launch_eights(is_double ? epilogue_kernel<double> : epilogue_kernel<float>, saved.rows / segments,
+                         saved.hidden_size, segments, stream, saved, epilogue, y, y_dtype);
+  });
 }
 
 void forward(const NormForwardParams& params, Sequence& run) {
@@ -493,13 +516,14 @@ void forward(const NormForwardParams& params, Sequence& run) {
   norm.x_dtype = params.x_dtype;
   norm.y_dtype = params.y_dtype;
   norm.is_rms_norm = params.is_rms_norm;
-  if (params.row_gate) return forward_gated(params, norm, run);
+  if (params.row_gate || params.adds_y) return forward_gated(params, norm, run);
 
   const Epilogue epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
   const bool has_epilogue = params.has_epilogue();
   KernelForwardParams of_z = norm;
   LoadStage stage{};
-  bool adds = false;
+  bool loads = false;  // by the kernel of the load stage, which also rounds x_hat
+  stage.rounds_x_hat = params.rounds_x_hat;
   if (params.residual_out) {
     of_z.x = params.residual_out;
     of_z.x_dtype = params.z_dtype;
@@ -515,8 +539,8 @@ void forward(const NormForwardParams& params, Sequence& run) {
     stage.gate_stride = gate.stride;
     // With both stages the epilogue is fused, and the load stage is a launch before: the other way round, the epilogue
     // would read z again
-    adds = takes_load_stage(norm, stage) && !(has_epilogue && takes_epilogue(of_z));
-    if (adds) {
+    loads = takes_load_stage(norm, stage) && (!has_epilogue || (!takes_epilogue(of_z) && !stage.rounds_x_hat));
+    if (loads) {
       const Rows residual =
           run.readable({stage.residual, stage.residual_strides, stage.residual_dtype}, stage.residual_dtype);
       stage.residual = residual.data;
@@ -531,22 +555,27 @@ void forward(const NormForwardParams& params, Sequence& run) {
       of_z.x_dtype = z.dtype;
       norm = of_z;
     }
+  } else if (stage.rounds_x_hat && !has_epilogue) {
+    stage.residual_out_dtype = params.x_dtype;
+    stage.residual_strides = RowStrides{params.rows, 0, 0};
+    loads = takes_load_stage(norm, stage);
   }
 
-  const bool is_fused = has_epilogue && !adds && takes_epilogue(norm);
-  complete_statistics(norm, has_epilogue && !is_fused, run);
-  read_parameters(
-      params,
-      adds && (params.weight || params.bias) ? params.weight_dtype : parameter_dtype(params.weight_dtype, norm.x_dtype),
-      norm, run);
-  if (adds) {
+  const bool is_fused = has_epilogue && !loads && !stage.rounds_x_hat && takes_epilogue(norm);
+  const bool is_apart = has_epilogue ? !is_fused : stage.rounds_x_hat && !loads;  // a last launch makes y
+  complete_statistics(norm, is_apart, run);
+  read_parameters(params,
+                  loads && (params.weight || params.bias) ? params.weight_dtype
+                                                          : parameter_dtype(params.weight_dtype, norm.x_dtype),
+                  norm, run);
+  if (loads) {
     run.launch([&](cudaStream_t stream) { return launch_forward(norm, stage, stream); });
   } else if (is_fused) {
     run.launch([&](cudaStream_t stream) { return launch_epilogue_of(norm, epilogue, stream); });
   } else {
     forward_plain(norm, run);
   }
-  if (!has_epilogue || is_fused) return;
+  if (!is_apart) return;
   const SavedNorm saved{{of_z.x, of_z.x_strides, of_z.x_dtype},
                         norm.rstd,
                         norm.mean,
@@ -558,11 +587,10 @@ void forward(const NormForwardParams& params, Sequence& run) {
                         norm.weight_stride,
                         norm.rows,
                         norm.hidden_size,
-                        1};
-  run.launch([&](cudaStream_t stream) {
-    return launch_eights(is_double ? epilogue_kernel<double> : epilogue_kernel<float>, norm.rows, norm.hidden_size, 1,
-                         stream, saved, epilogue, norm.y, norm.y_dtype);
-  });
+                        norm.segments,
+                        norm.interleaves,
+                        stage.rounds_x_hat};
+  apply_epilogue(saved, epilogue, norm.y, norm.y_dtype, is_double, run);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -726,7 +754,7 @@ BackwardCall backward_call(const NormBackwardParams& params) {
   stages.grad_input_dtype = params.x_dtype;
   stages.grad_residual_dtype = params.grad_residual ? params.residual_dtype : params.z_dtype;
   if (params.drops_x()) stages.dropout = params.dropout;
-  stages.row_gate = {params.row_gate, params.row_gate_strides, params.gate_activation, params.gates_y};
+  stages.row_gate = {params.row_gate, params.row_gate_strides, params.gate_activation, params.gates_y, false};
   stages.grad_row_gate = params.grad_row_gate;
   stages.epilogue = {params.activation, params.drops_y ? params.dropout : Dropout{}};
   stages.has_load_stage = params.has_load_stage || params.gate;
@@ -813,7 +841,9 @@ void backward(const NormBackwardParams& params, Sequence& run) {
                         params.weight_stride,
                         params.rows,
                         params.hidden_size,
-                        params.segments};
+                        params.segments,
+                        params.interleaves,
+                        false};
   if (params.z_is_y) {
     // z - mean may overflow in fp16
     const DType dtype = grad_output.dtype != z.dtype || z.dtype == DType::kFloat16 ? acc_dtype : z.dtype;
@@ -843,7 +873,7 @@ void backward(const NormBackwardParams& params, Sequence& run) {
   const Rows row_gate = call.row_gate, x = z;
   Rows grad_product = grad_output, other = x;
   const auto multiply = [&](const Rows& source, void* target, DType dtype) {
-    multiply_by_row_gate(params, source, target, dtype, run);
+    apply_row_gate(params, source, row_gate, /*adds=*/false, target, dtype, run);
   };
   call.row_gate = {};
   call.stages.row_gate = {};
@@ -852,12 +882,7 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     if (params.gates_y) {
       if (params.grad_row_gate) {
         other = {run.take_rows(acc_dtype), dense, acc_dtype};
-        run.launch([&](cudaStream_t stream) {
-          const int64_t rows = params.segments > 1 ? params.rows / params.segments : params.rows;
-          return launch_eights(is_double ? norm_of_saved_kernel<double> : norm_of_saved_kernel<float>, rows,
-                               params.hidden_size, params.segments, stream, saved, const_cast<void*>(other.data),
-                               acc_dtype);
-        });
+        apply_epilogue(saved, Epilogue{}, const_cast<void*>(other.data), acc_dtype, is_double, run);
       }
       multiply(grad_output, const_cast<void*>(product.data), acc_dtype);
       grad_output = product;

@@ -28,11 +28,13 @@ struct NormOptions {
   int64_t activation = 0;   // an Activation of norm_params.h: of y, or of the gate of a gated norm
   double dropout_p = 0;     // ignored without philox
   bool drops_y = false;     // dropout applies to y, not to x
-  OptionalDtype out_dtype;  // of y; none: x's
+  OptionalDtype out_dtype;  // of y; none: x's, or with adds_y residual's
   // Of z, x's or fp32. None: residual's in forward; without a residual there is no load stage, and z is x.
   OptionalDtype residual_dtype;
   bool gates_y = false;   // a gated norm's gate multiplies y, not x
   bool per_head = false;  // the leading dimensions of weight and bias are x's last ones before the normalized
+  bool adds_y = false;    // residual is added to y, not to x: there is no load stage. Backward does not read this
+  bool rounds_x_hat = false;  // to z's dtype before the product with weight (Llama). Backward does not read this
 
   template <class Self, class Function>
   static void for_each_option(Self& self, Function&& function) {
@@ -48,6 +50,8 @@ struct NormOptions {
     function("residual_dtype", self.residual_dtype);
     function("gates_y", self.gates_y);
     function("per_head", self.per_head);
+    function("adds_y", self.adds_y);
+    function("rounds_x_hat", self.rounds_x_hat);
   }
 };
 
@@ -72,9 +76,12 @@ struct NormCall : NormOptions {
     for_each_option(self, function);
   }
 
-  bool has_load_stage() const { return residual_dtype || residual.defined(); }
+  bool has_load_stage() const { return residual_dtype || (residual.defined() && !adds_y); }
   bool is_gated() const { return gate.defined() && !has_load_stage(); }
-  at::ScalarType z_dtype() const { return residual_dtype.value_or((residual.defined() ? residual : x).scalar_type()); }
+  at::ScalarType z_dtype() const {
+    return residual_dtype.value_or((residual.defined() && !adds_y ? residual : x).scalar_type());
+  }
+  at::ScalarType y_dtype() const { return out_dtype.value_or((adds_y ? residual : x).scalar_type()); }
 };
 
 struct NormResults {

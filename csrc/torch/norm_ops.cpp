@@ -390,7 +390,12 @@ int64_t check_forward(const NormCall& call) {
                     "weight_offset needs a weight to be added to, got weight=None, weight_offset=" +
                         std::to_string(call.weight_offset));
   const at::ScalarType x_dtype = x.scalar_type(), z_dtype = call.z_dtype();
-  check_supported("out_dtype", call.out_dtype.value_or(x_dtype));
+  TORCH_CHECK(!call.adds_y || (call.residual.defined() && !call.residual_dtype && !call.gate.defined() &&
+                               !call.philox.defined() && call.activation == 0),
+              "adds_y needs a residual, and goes without residual_dtype, gate, dropout and activation");
+  TORCH_CHECK(!call.rounds_x_hat || (!call.bias.defined() && !call.adds_y && !call.is_gated()),
+              "rounds_x_hat goes without bias, adds_y and the gate of a gated norm");
+  check_supported("out_dtype", call.y_dtype());
   if (call.residual.defined()) {
     TORCH_CHECK(call.residual.sizes() == x.sizes(),
                 "residual must have x's shape, [" + text(x.sizes()) + "], got [" + text(call.residual.sizes()) + "]");
@@ -425,7 +430,7 @@ void check(const NormCall& call) { check_forward(call); }
 NormResults norm_forward(const NormCall& call, bool save_stats) {
   const int64_t segments = check_forward(call), normalized_ndim = call.normalized_ndim;
   const Tensor& x = call.x;
-  const at::ScalarType x_dtype = x.scalar_type(), y_dtype = call.out_dtype.value_or(x_dtype);
+  const at::ScalarType x_dtype = x.scalar_type(), y_dtype = call.y_dtype();
   const bool has_load_stage = call.has_load_stage();
   const at::ScalarType z_dtype = call.z_dtype();
   const DeviceScope scope(x);
@@ -449,6 +454,8 @@ NormResults norm_forward(const NormCall& call, bool save_stats) {
   params.residual_out = has_load_stage ? results.z.mutable_data_ptr() : nullptr;
   params.z_dtype = params.residual_dtype = dtype_of(z_dtype);
   params.y_dtype = dtype_of(y_dtype);
+  params.adds_y = call.adds_y;
+  params.rounds_x_hat = call.rounds_x_hat;
   if (save_stats) point_to_stats(params, results.stats);
   const RowView rows(x, normalized_ndim, extent);
   params.x = rows.tensor.const_data_ptr();

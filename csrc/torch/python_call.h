@@ -96,10 +96,15 @@ bool read(PyObject* object, Epsilon& eps) {
   return read(object, eps.value);
 }
 
-struct Rounding {};  // "torch" alone: the fallback takes the others
+struct Rounding {
+  bool of_x_hat = false;
+};
 
-bool read(PyObject* object, Rounding&) {
-  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "torch") == 0;
+bool read(PyObject* object, Rounding& rounding) {
+  if (!PyUnicode_Check(object)) return false;
+  const auto is = [&](const char* name) { return PyUnicode_CompareWithASCIIString(object, name) == 0; };
+  rounding.of_x_hat = is("llama");
+  return rounding.of_x_hat || is("torch") || is("gemma");  // the fallback takes the others
 }
 
 // The arguments of norm(): five tensors by position, the options by keyword.
@@ -134,6 +139,7 @@ struct PythonCall {
     function("is_modulated", is_modulated);
     function("is_gated", is_gated);
     function("gates_y", norm.gates_y);
+    function("adds_y", norm.adds_y);
   }
 
   bool read_from(PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
@@ -156,7 +162,8 @@ struct PythonCall {
     } else {
       return false;
     }
-    if (!adds && (norm.residual.defined() || norm.residual_dtype)) return false;
+    if (!adds && (norm.residual.defined() != norm.adds_y || norm.residual_dtype)) return false;
+    if (norm.adds_y && (adds || activation.number != 0 || norm.dropout_p > 0)) return false;
     if (!adds && norm.gate.defined() != is_gated) return false;
     const Tensor& given = weight.defined() ? weight : bias;
     if (x.dim() == 0 || (!normalized_shape.is_given && !given.defined())) return false;
@@ -182,8 +189,14 @@ struct PythonCall {
     norm.drops_y = !adds;
     if (!training) norm.dropout_p = 0;
     if (adds && !norm.residual.defined() && !norm.residual_dtype) norm.residual_dtype = dtype;
+    if (rounding.of_x_hat) {
+      const at::ScalarType z_dtype = norm.z_dtype();
+      const bool is_narrow = z_dtype == at::kHalf || z_dtype == at::kBFloat16;
+      if (memory_efficient || is_gated || is_modulated || norm.adds_y || bias.defined()) return false;
+      norm.rounds_x_hat = is_narrow;  // else it has no effect
+    }
     if (memory_efficient) {
-      if (adds || is_gated || norm.per_head || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
+      if (adds || norm.adds_y || is_gated || norm.per_head || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
           norm.out_dtype.value_or(dtype) != dtype)
         return false;
     }

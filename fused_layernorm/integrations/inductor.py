@@ -1,14 +1,15 @@
 """Two hooks into Inductor (torch.compile), installed when the first norm of this library is traced.
 
 - A pass over the joint graph of forward and backward, before Inductor splits it. It folds an addition next to one of
-  our operators into that operator: `add -> norm_forward` becomes a norm with a residual, `norm_backward -> add` a
-  backward with the residual's gradient as input. Casts around a float32 residual stream are folded too.
+  our operators into that operator: `add -> norm_forward` becomes a norm with a residual, `norm_forward -> add` a norm
+  to whose result a residual is added, `norm_backward -> add` a backward with the residual's gradient as input. Casts
+  around a float32 residual stream are folded too.
 - Lowerings: the Python code that Inductor generates calls the extension, not the dispatcher. cpp_wrapper, AOTInductor
   and torch.export keep the operators.
 
-`counters` counts the folds in this process: "residual", "grad_residual" and "cast" (graphs from Inductor's cache were
-folded earlier and are not counted). `disable()` and `enable()` turn both hooks off and on for graphs that are compiled
-later; FUSED_LAYERNORM_FOLD=0 disables them at import.
+`counters` counts the folds in this process: "residual", "added", "grad_residual" and "cast" (graphs from Inductor's
+cache were folded earlier and are not counted). `disable()` and `enable()` turn both hooks off and on for graphs that
+are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at import.
 
 The hooks use private APIs of torch. If torch rejects them, there is one warning, and graphs stay unchanged.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import sys
 import warnings
@@ -124,7 +126,10 @@ def fold(graph: Graph) -> None:
     for node in list(graph.nodes):
         with contextlib.suppress(_NoValue):
             if _is(node, _ops.norm_forward) and _is_positional(node):
-                _fold_cast(graph, _fold_residual(graph, node, writes) or node)
+                with_residual = _fold_residual(graph, node, writes)
+                _fold_cast(graph, with_residual or node)
+                if with_residual is None:
+                    _fold_added(graph, node, writes)
             elif _is(node, _ops.norm_backward) and _is_positional(node):
                 _fold_grad_residual(graph, node, writes)
 
@@ -176,6 +181,54 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
     _erase_unread(graph, y, z_out, stats)
     counters["residual"] += 1
     return new
+
+
+def _fold_added(graph: Graph, norm: Node, writes: list[Node]) -> None:
+    """y + residual, where y is only read by the sum, becomes the result of a norm with adds_y. The sum is rounded once,
+    as in the kernels that Inductor generates."""
+    x, residual, gate, weight, bias, philox, *given = norm.args
+    options, results = reference.Options(*given), _results(norm)
+    others = (residual, gate, philox, options.residual_dtype, options.activation or None)
+    if results is None or 0 not in results or any(t is not None for t in others) or options.rounds_x_hat:
+        return
+    y = results[0]
+    total, dtype = _only_user(y), _val(x).dtype
+    terms = _terms(total)
+    if terms is None or _region(total) != _region(norm):
+        return
+    other = terms[1] if terms[0] is y else terms[0]
+    if (
+        any(_val(t).dtype != dtype for t in (y, other, total))
+        or not _is_in_memory(other)
+        or not _is_one_kernel(x, options)
+    ):
+        return
+    place = max(norm, other)
+    if any(user <= place for part in results.values() for user in part.users):
+        return
+    if any(min(norm, other) < write < total for write in writes):
+        return
+    options = options._replace(adds_y=True, out_dtype=None)
+    new = _insert_behind(place, norm, _ops.norm_forward, (x, other, None, weight, bias, None, *options))
+    if not _same_layout(new.meta["val"][0], _val(total)):
+        graph.erase_node(new)
+        return
+    parts = _unpack(new)
+    total.replace_all_uses_with(parts[0])
+    graph.erase_node(total)
+    _replace(graph, norm, results, dict(enumerate(parts)))
+    _erase_unread(graph, *parts)
+    counters["added"] += 1
+
+
+def _is_one_kernel(x: Node, options: reference.Options) -> bool:
+    """Whether the sum is part of the norm's kernel on CUDA: rows of whole 16-byte vectors, of at most 32 KiB."""
+    value = _val(x)
+    sizes = value.shape[-options.normalized_ndim :]
+    if not all(isinstance(n, int) for n in sizes):
+        return False
+    row_bytes = math.prod(sizes) * value.element_size()
+    return row_bytes % 16 == 0 and row_bytes <= 32768
 
 
 def _stream(a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
