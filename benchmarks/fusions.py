@@ -30,7 +30,7 @@ SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
 HEADS = 32  # that have a weight each
 EPS = 1e-6
 # Tensors of x's size that must be read or written, forward and backward
-PASSES = {"norm": (2, 3), "add": (4, 4), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 5),
+PASSES = {"norm": (2, 3), "add": (4, 4), "after": (3, 3), "sandwich": (4, 7), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 5),
           "gated_token": (7, 10), "row_gate": (3, 5)}  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def tensors(rows, hidden_size, dtype, device):
         "residual": randn(SAMPLES, rows // SAMPLES, hidden_size),
     }
     found |= {"weight": 1 + 0.1 * randn(hidden_size), "bias": randn(hidden_size)}
+    found |= {"post_weight": 1 + 0.1 * randn(hidden_size)}
     modulation = (0.1 * randn(SAMPLES, 1, 3 * hidden_size)).chunk(3, -1)
     found |= dict(zip(("scale", "shift", "gate"), modulation, strict=True))
     found |= {f"{name} of tokens": 0.1 * randn(*found["x"].shape) for name in ("scale", "shift", "gate")}
@@ -67,6 +68,11 @@ def with_residual(norm, p=0.0):
 
 def rms_norm(x, weight):
     return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def sandwich(x, residual, post_weight, weight):
+    z = residual + rms_norm(x, post_weight)
+    return rms_norm(z, weight), z
 
 
 def llama_rms_norm(x, weight):
@@ -138,6 +144,15 @@ FUSIONS = {
         lambda *t: fln.fused_rms_norm(*t, None, EPS, memory_efficient=True), rms_norm, ("x", "weight"), "norm"),
     "rms_norm, Llama rounding": (
         lambda *t: fln.fused_rms_norm(*t, None, EPS, rounding="llama"), llama_rms_norm, ("x", "weight"), "norm"),
+    "add_rms_norm, Llama rounding": (
+        lambda *t: fln.fused_add_rms_norm(*t, None, EPS, rounding="llama"), with_residual(llama_rms_norm),
+        ("x", "residual", "weight"), "add"),
+    "rms_norm_add": (
+        lambda *t: fln.fused_rms_norm_add(*t, None, EPS), lambda x, residual, weight: residual + rms_norm(x, weight),
+        ("x", "residual", "weight"), "after"),
+    "sandwich_rms_norm": (
+        lambda *t: fln.fused_sandwich_rms_norm(*t, EPS), sandwich, ("x", "residual", "post_weight", "weight"),
+        "sandwich"),
     "gated_rms_norm": (lambda *t: fln.fused_gated_rms_norm(*t, None, EPS), rms_norm_then_gate, GATED, "row_gate"),
     "gated_rms_norm, gate first": (
         lambda *t: fln.fused_gated_rms_norm(*t, None, EPS, norm_before_gate=False), gate_then_rms_norm, GATED,
