@@ -14,7 +14,9 @@ from .functional import (
     fused_gated_layer_norm,
     fused_gated_rms_norm,
     fused_layer_norm,
+    fused_layer_norm_quant,
     fused_rms_norm,
+    fused_rms_norm_quant,
 )
 from .modules import (
     FusedAdaptiveLayerNorm,
@@ -48,7 +50,9 @@ __all__ = [
     "fused_gated_layer_norm",
     "fused_gated_rms_norm",
     "fused_layer_norm",
+    "fused_layer_norm_quant",
     "fused_rms_norm",
+    "fused_rms_norm_quant",
     "include_dir",
     "profile",
     "replace_norms",
