@@ -437,7 +437,8 @@ def quantize(
         amax = groups.abs().amax(-1) if group_size else y.new_zeros(groups.shape[:-1])
         scale = amax.clamp(min=LEAST_AMAX) * (1 / largest)
         quotient = (groups * (1 / scale).unsqueeze(-1)).reshape(y.shape)
-        scale = scale.movedim(-1, 0).contiguous() if column_major_scales else scale
+        if column_major_scales:  # clone: strides of a new tensor, also of dimensions of size 1
+            scale = scale.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
     if dtype == torch.int8:
         return quotient.round().clamp(-largest, largest).nan_to_num(nan=0.0).to(dtype), scale
     return quotient.clamp(-largest, largest).to(dtype), scale
