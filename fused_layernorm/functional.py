@@ -556,7 +556,7 @@ def fused_layer_norm_quant(
             device. Needed with granularity "tensor"; otherwise it is found.
         granularity: which elements share a scale: all ("tensor"), a row ("token"), or `group_size` adjacent columns of
             a row ("group"). A scale that is found is ``max(amax, 1e-12) * (1 / largest code)``, where amax is the
-            maximum of :math:`|y|`. So the scale of zeros is not 0.
+            largest absolute value of y. So the scale of zeros is not 0.
         group_size: the number of columns that share a scale; divides the size of a row.
         residual, residual_dtype: as in `fused_add_layer_norm`, but without a residual there is no residual_out.
         return_norm: also return y.
@@ -570,10 +570,9 @@ def fused_layer_norm_quant(
         shape. scale is the given tensor, or float32 of shape ``[*, 1]`` for tokens and ``[*, groups]`` for groups.
 
     y, the scales and the quotients are float32. A quotient is rounded to the nearest code, ties to even, and saturates:
-    int8 at -127 and 127, an infinity at the largest finite code. NaN stays NaN; int8 has none, and stores 0. The amax of
-    a row or group with NaN is NaN, and so is its scale. On CUDA codes differ from those on the CPU only where a quotient
-    is within the rounding error of y of a boundary between two codes. Some sizes take a kernel and PyTorch operations
-    (docs/fusions.md).
+    int8 at -127 and 127, an infinity at the largest finite code. NaN stays NaN; int8 has none, and stores 0. The scale
+    of a row or group with NaN is NaN. On CUDA, codes differ from those on the CPU only where a quotient is within the
+    rounding error of y of a boundary between two codes. Some calls take several kernels (docs/fusions.md).
 
     Raises:
         TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.

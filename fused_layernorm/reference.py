@@ -476,7 +476,7 @@ def check_quantization(
 
 def check_group_size(group_size: Any, hidden_size: int) -> None:
     if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
-        raise TypeError(f"group_size must be an int or None, got {type(group_size).__name__}")
+        raise TypeError(f"group_size must be an int, got {type(group_size).__name__}")
     if group_size < 1 or hidden_size % group_size:
         raise ValueError(f"group_size must divide the normalized dimension, {hidden_size}, got {group_size}")
 

@@ -120,8 +120,8 @@ struct GateLadder<float> {
                       RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// With a quantized result (norm_quant.cu). 128 columns, the largest group with a scale, are neighbouring lanes' vectors:
-// so a row has at least 16 threads, in fp32 32.
+// With a quantized result (norm_quant.cu). 128 columns, the largest group with a scale, are neighbouring lanes'
+// vectors: so a row has at least 16 threads, in fp32 32.
 template <typename scalar_t>
 struct QuantLadder {
   using type = Ladder<RowPlan<16, 4, 8>, RowPlan<32, 4, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>,

@@ -14,7 +14,7 @@ from fused_layernorm import compat  # noqa: E402
 
 FUNCTIONS = ["fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
              "fused_adaptive_layer_norm", "fused_adaptive_rms_norm", "fused_gated_rms_norm",
-             "fused_gated_layer_norm"]  # fmt: skip
+             "fused_gated_layer_norm", "fused_layer_norm_quant", "fused_rms_norm_quant"]  # fmt: skip
 NORMS = ("layer", "rms")
 MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm", "FusedAdaptiveLayerNorm",
            "FusedAdaptiveRMSNorm", "FusedGatedRMSNorm", "FusedGatedLayerNorm"]  # fmt: skip
@@ -83,11 +83,15 @@ def elsewhere(thing, name: str) -> str:
         is_torchs = name in inspect.signature(base).parameters
         return f"as in `torch.nn.{base.__name__}`" if is_torchs else "as in the function"
     # The same function of the other norm; the plain norm; its sibling
-    siblings = [other for other in FUNCTIONS if other.split("_")[1] == thing.__name__.split("_")[1] not in NORMS]
+    siblings = [other for other in FUNCTIONS if without_norm(other) == without_norm(thing.__name__)]
     for function in (*siblings, *(["fused_rms_norm"] if "rms" in thing.__name__ else []), "fused_layer_norm"):
         if name in told_by(getattr(fused_layernorm, function)):
             return f"as in [`{function}`](#{function})"
     raise SystemExit(f"{thing.__name__}: {name} is described nowhere")
+
+
+def without_norm(name: str) -> list[str]:
+    return [part for part in name.split("_") if part not in NORMS]
 
 
 def sections_of(thing) -> tuple[str, dict[str, str]]:
