@@ -30,8 +30,8 @@ SAMPLES, MANY_SAMPLES = 8, 128  # that have a scale and shift each
 HEADS = 32  # that have a weight each
 EPS = 1e-6
 # Tensors of x's size that must be read or written, forward and backward
-PASSES = {"norm": (2, 3), "add": (4, 4), "after": (3, 3), "sandwich": (4, 7), "add_dropout": (4, 5), "gated": (4, 6), "token": (4, 5),
-          "gated_token": (7, 10), "row_gate": (3, 5)}  # fmt: skip
+PASSES = {"norm": (2, 3), "add": (4, 4), "after": (3, 3), "sandwich": (4, 7), "add_dropout": (4, 5), "gated": (4, 6),
+          "token": (4, 5), "gated_token": (7, 10), "row_gate": (3, 5)}  # fmt: skip
 
 
 def tensors(rows, hidden_size, dtype, device):

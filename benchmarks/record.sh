@@ -14,6 +14,7 @@
 #   residual   the norms with a residual at five shapes beside all others that are installed
 #   fusions    benchmarks/fusions.py
 #   gated      the same for the gated norm, from 64 columns on
+#   quant      benchmarks/quant.py
 #   models     benchmarks/models.py (MODELS: its options)
 # PARTS names them in their order (default: "tests warm benchmark residual fusions"). A "/" begins another row of parts,
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
@@ -31,7 +32,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVI
 : "${FUZZ:=20000}" "${STEPS:=10000}" "${WORKERS:=0}" "${BUILD:=env FORCE_CUDA=1 python3 setup.py build_ext --inplace}"
 : "${PARTS:=tests warm benchmark residual fusions}"
 : "${TESTS:=test_correctness.py tests/test_fusions.py tests/test_compat.py tests/test_pytorch.py tests/test_torch_own.py \
-  tests/test_replace.py test_benchmark.py}"
+  tests/test_quant.py tests/test_replace.py test_benchmark.py}"
 : "${SWEEP:=--shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
   --direction forward,backward,call_no_grad,step --providers fused,torch,compile --rounds 10}"
 RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,65536x2048,32768x4096,16384x8192,4096x8192 \
@@ -155,6 +156,10 @@ part_fusions() {
 part_gated() {
   # shellcheck disable=SC2086
   within "$1" python3 benchmarks/fusions.py "$out" $GATED
+}
+
+part_quant() {
+  within "$1" python3 benchmarks/quant.py "$out"
 }
 
 part_models() {

@@ -97,7 +97,9 @@ def list_calls(light=False):
         fused_gated_layer_norm,
         fused_gated_rms_norm,
         fused_layer_norm,
+        fused_layer_norm_quant,
         fused_rms_norm,
+        fused_rms_norm_quant,
     )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,6 +160,14 @@ def list_calls(light=False):
         weight, bias = (tensor(dtype, heads, hidden_size) for _ in "wb")
         y = norm(x, weight, bias, normalized_shape=hidden_size)
         backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)), part)
+
+    def quantized(rows, hidden_size, dtype, residual_dtype, code, granularity, norm, part=None):
+        x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(dtype, hidden_size) for _ in "wb"))
+        residual = None if residual_dtype is None else tensor(residual_dtype, rows, hidden_size)
+        scale = torch.ones(1, device=device) if granularity == "tensor" else None
+        with torch.no_grad():
+            norm(x, weight, bias, dtype=code, scale=scale, granularity=granularity, residual=residual, return_norm=True,
+                 group_size=math.gcd(hidden_size, 128))  # fmt: skip
 
     after = ({"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1},
              {"activation": "relu"}, {"activation": "gelu_tanh"})  # fmt: skip
@@ -260,6 +270,12 @@ def list_calls(light=False):
     ):
         tokens = 8 if light else draw.choice((8, 200))
         calls.append((modulated, 3, tokens, hidden_size, dtype, dtype, gated, dtype))
+    for (dtype, z), granularity in itertools.product(mixes, ("tensor", "token", "group")):
+        for hidden_size in lengths(kinds[z], light):
+            if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
+                code = draw.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+                calls.append((quantized, draw.choice((FEW, 37)), hidden_size, dtype, draw.choice((z, None)), code,
+                              granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant))))  # fmt: skip
     draw.shuffle(calls)
     if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
         calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))

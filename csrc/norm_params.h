@@ -189,6 +189,25 @@ struct NormBackwardParams : NormStages {
   bool wants_columns() const { return grad_weight || grad_bias || grad_gate; }
 };
 
+// A norm whose result is quantized: the rows of y, of NormForwardParams above without saved statistics, gates, dropout
+// and epilogue, are stored as
+//   code = saturate(round(y * (1 / s)))     s = scale, or max(|y| of the group, kLeastAmax) * inverse_largest
+// rounded to the nearest, ties to even, and saturated at the largest finite code, for int8 at -127 and 127. NaN stays
+// NaN; as int8 it is 0.
+enum class CodeDType : int { kFloat8E4M3, kFloat8E5M2, kInt8 };
+constexpr float kLeastAmax = 1e-12f;
+
+struct NormQuantParams : NormForwardParams {  // y: of x_dtype; nullptr: unwanted
+  void* codes;                                // rows, code_dtype
+  const float* scale;                         // of all elements, in the device's memory; nullptr: found
+  float* scales;  // found: of group g of row r at r * scale_row_stride + g * scale_group_stride
+  int64_t scale_row_stride;
+  int64_t scale_group_stride;
+  int64_t group_size;     // adjacent columns that share a scale: hidden_size, or a power of two from 16 to 128
+  float inverse_largest;  // 1 / the largest code
+  CodeDType code_dtype;
+};
+
 // keep(...) of every element as bytes of 0 and 1.
 struct DropoutMaskParams {
   uint8_t* mask;  // [rows, hidden_size], contiguous
@@ -204,6 +223,8 @@ extern "C" {
 FLN_EXPORT int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
 FLN_EXPORT int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
 FLN_EXPORT int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
+// For rows of x of whole 16-byte vectors, residual of z's dtype, and z that a block holds, or a cluster of 8 blocks.
+FLN_EXPORT int launch_norm_quant_cuda(const NormQuantParams& params, CUstream_st* stream);
 FLN_EXPORT int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
 FLN_EXPORT int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);
 FLN_EXPORT const char* cuda_error_text(int error);

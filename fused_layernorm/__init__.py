@@ -15,8 +15,10 @@ from .functional import (
     fused_gated_rms_norm,
     fused_layer_norm,
     fused_layer_norm_add,
+    fused_layer_norm_quant,
     fused_rms_norm,
     fused_rms_norm_add,
+    fused_rms_norm_quant,
     fused_sandwich_rms_norm,
 )
 from .modules import (
@@ -58,8 +60,10 @@ __all__ = [
     "fused_gated_rms_norm",
     "fused_layer_norm",
     "fused_layer_norm_add",
+    "fused_layer_norm_quant",
     "fused_rms_norm",
     "fused_rms_norm_add",
+    "fused_rms_norm_quant",
     "fused_sandwich_rms_norm",
     "include_dir",
     "profile",

@@ -1,6 +1,7 @@
 """The operators in Python: the path of a call, fake implementations, DTensor's sharding rules."""
 
 import functools
+import math
 import sys
 
 import torch
@@ -174,12 +175,28 @@ if extension or _backend.library:
             gradient(wanted.grad_bias_dtype, of_bias, wanted.grad_bias_dtype),
         )
 
+    norm_quant = torch.ops.fused_layernorm.norm_quant.default
+
+    @torch.library.register_fake(norm_quant)
+    def _(x, residual, weight, bias, scale, normalized_ndim, eps, weight_offset, is_rms_norm, residual_dtype, dtype,
+          group_size, column_major_scales, return_norm):  # fmt: skip
+        leading, row = x.shape[: x.dim() - normalized_ndim], x.shape[x.dim() - normalized_ndim :]
+        groups = math.prod(row) // group_size if group_size else 1
+        shape = (groups, *leading) if column_major_scales else (*leading, groups)
+        has_z = residual is not None
+        return (
+            x.new_empty(x.shape, dtype=dtype),
+            x.new_empty(0) if scale is not None else x.new_empty(shape, dtype=torch.float32),
+            x.new_empty(x.shape if return_norm else 0),
+            x.new_empty(x.shape if has_z else 0, dtype=(residual_dtype or residual.dtype) if has_z else x.dtype),
+        )
+
     @torch.library.register_fake(torch.ops.fused_layernorm.dropout_mask.default)
     def _(philox, rows, hidden_size, dropout_p):
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
 
 else:
-    norm_forward = norm_backward = None
+    norm_forward = norm_backward = norm_quant = None
 
 
 def _split(given):
@@ -228,6 +245,31 @@ def call_norm_backward(*arguments):
         found[1] = found[0]
     wants = (wants_x, residual_dtype, wants_gate, weight_dtype, bias_dtype)
     return tuple(t if wants_it else None for t, wants_it in zip(found, wants, strict=True))
+
+
+def takes_quantized(x, residual, z_dtype, hidden_size: int, group_size: int, has_segments: bool) -> bool:
+    """Whether norm_quant takes a call of path "kernel" or "operator" (NormQuantParams in csrc/norm_params.h)."""
+    if x.device.type != "cuda" or is_dtensor(x):
+        return False
+    if hidden_size % (16 // x.dtype.itemsize) or (residual is not None and residual.dtype != z_dtype):
+        return False
+    if group_size != hidden_size and group_size not in (16, 32, 64, 128):
+        return False
+    if has_segments and not torch.compiler.is_compiling() and x.numel() >= 2**31 * hidden_size:
+        return False  # kernels count rows of segments in 32 bits
+    return hidden_size <= (65536 if _has_clusters(x.device) else 32768 // z_dtype.itemsize)
+
+
+def _has_clusters(device: torch.device) -> bool:
+    return _capability(device) >= (9, 0)
+
+
+_has_clusters._dynamo_marked_constant = True
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def dropout_mask(philox, rows: int, hidden_size: int, dropout_p: float):

@@ -635,6 +635,101 @@ def fused_gated_layer_norm(
     )  # fmt: skip
 
 
+def fused_layer_norm_quant(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: Tensor | None = None,
+    granularity: str = "tensor",
+    group_size: int = 128,
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    return_norm: bool = False,
+    column_major_scales: bool = False,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, ...]:
+    r"""Layer normalization with a quantized result, for inference, in one pass over memory.
+
+    .. math:: y = \mathrm{LayerNorm}(z), \qquad q = \mathrm{saturate}(\mathrm{round}(y \cdot (1 / s))), \qquad
+        z = x \text{, or } \mathrm{residual} + x
+
+    Args:
+        x: input of shape ``[*, *normalized_shape]``; float16, bfloat16 or float32. Strided as in `fused_layer_norm`.
+        weight, bias: of shape ``normalized_shape``, or, with `normalized_shape` given, of a shape that scale may have
+            in `fused_adaptive_layer_norm`: ``weight=scale, weight_offset=1.0, bias=shift`` is that norm. Of x's dtype
+            or float32; None means 1 and 0.
+        dtype: of q: ``torch.float8_e4m3fn`` (up to 448), ``torch.float8_e5m2`` (57344) or ``torch.int8`` (127).
+        scale: the number :math:`s` by which q is multiplied to recover y, a float32 tensor with one element on x's
+            device. Needed with granularity "tensor"; otherwise it is found.
+        granularity: which elements share a scale: all ("tensor"), a row ("token"), or `group_size` adjacent columns of
+            a row ("group"). A scale that is found is ``max(amax, 1e-12) * (1 / largest code)``, where amax is the
+            largest absolute value of y. So the scale of zeros is not 0.
+        group_size: the number of columns that share a scale; divides the size of a row.
+        residual, residual_dtype: as in `fused_add_layer_norm`, but without a residual there is no residual_out.
+        return_norm: also return y.
+        column_major_scales: scales of groups are contiguous along the rows, as block-scaled matrix products read them:
+            strides ``(1, rows)`` for x with two dimensions.
+        normalized_shape: an int or a sequence of ints; default: the shape of weight or bias, or else x's last
+            dimension.
+
+    Returns:
+        ``(q, scale)``, then y rounded to x's dtype with `return_norm`, then residual_out with a residual. q has x's
+        shape. scale is the given tensor, or float32 of shape ``[*, 1]`` for tokens and ``[*, groups]`` for groups.
+
+    y, the scales and the quotients are float32. A quotient is rounded to the nearest code, ties to even, and saturates:
+    int8 at -127 and 127, an infinity at the largest finite code. NaN stays NaN; int8 has none, and stores 0. The scale
+    of a row or group with NaN is NaN. On CUDA, codes differ from those on the CPU only where a quotient is within the
+    rounding error of y of a boundary between two codes. Some calls take several kernels (docs/fusions.md).
+
+    Raises:
+        TypeError: an argument of another type than listed above, or a tensor of another dtype or layout.
+        RuntimeError: a call that would record gradients; shapes or devices that do not match.
+        ValueError: a missing scale with granularity "tensor", or a given one with another; a granularity not listed
+            above; a `group_size` that does not divide the size of a row; `residual_dtype` without residual;
+            `weight_offset` without weight.
+    """
+    return _norm_quant(
+        x, residual, weight, bias, scale, dtype, granularity, group_size, return_norm, column_major_scales, eps=eps,
+        is_rms_norm=False, normalized_shape=normalized_shape, weight_offset=weight_offset,
+        residual_dtype=residual_dtype,
+    )  # fmt: skip
+
+
+def fused_rms_norm_quant(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: Tensor | None = None,
+    granularity: str = "tensor",
+    group_size: int = 128,
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    return_norm: bool = False,
+    column_major_scales: bool = False,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, ...]:
+    r"""Root mean square normalization with a quantized result, for inference, in one pass over memory.
+
+    .. math:: y = \mathrm{RMSNorm}(z), \qquad q = \mathrm{saturate}(\mathrm{round}(y \cdot (1 / s))), \qquad
+        z = x \text{, or } \mathrm{residual} + x
+
+    Arguments, result and errors are those of `fused_layer_norm_quant`; eps is that of `fused_rms_norm`.
+    """
+    return _norm_quant(
+        x, residual, weight, bias, scale, dtype, granularity, group_size, return_norm, column_major_scales, eps=eps,
+        is_rms_norm=True, normalized_shape=normalized_shape, weight_offset=weight_offset,
+        residual_dtype=residual_dtype,
+    )  # fmt: skip
+
+
 # ---- the choice of a path --------------------------------------------------------------------------------------------
 
 # The options of _norm and of the extension's call, in the order in which csrc/torch/python.cpp reads them.
@@ -890,15 +985,57 @@ def _gated_norm(x, gate, weight, bias, group_size, **call):
         return norm(x, None, gate, weight, bias, **call)
     checked = _DEFAULTS | call
     hidden_size, *others = _check(x, None, gate, weight, bias, checked)
-    if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
-        raise TypeError(f"group_size must be an int or None, got {type(group_size).__name__}")
     if others or _is_per_head(checked, weight, bias):
         raise ValueError("group_size needs one normalized dimension and cannot be combined with a weight for each head")
-    if group_size < 1 or hidden_size % group_size:
-        raise ValueError(f"group_size must divide the normalized dimension, {hidden_size}, got {group_size}")
+    reference.check_group_size(group_size, hidden_size)
     groups = (hidden_size // group_size, group_size)
     x, gate, weight, bias = (t if t is None else t.unflatten(-1, groups) for t in (x, gate, weight, bias))
     return norm(x, None, gate, weight, bias, **call | {"normalized_shape": groups[1:]}).flatten(-2)
+
+
+def _norm_quant(x, residual, weight, bias, scale, dtype, granularity, group_size, return_norm, column_major, **call):
+    """A norm with a quantized result: one kernel, or the norm in float32 and PyTorch operations."""
+    if _wants_gradients([t for t in (x, residual, weight, bias, scale) if isinstance(t, Tensor)]):
+        raise RuntimeError("a quantized norm has no gradients: call it under torch.no_grad() or torch.inference_mode()")
+    if isinstance(x, Tensor) and call["normalized_shape"] is None and weight is None and bias is None:
+        call["normalized_shape"] = x.shape[-1:]
+    shape = call["normalized_shape"]
+    ndim = None if shape is None else len(reference.as_shape(shape))
+    call["is_modulated"] = ndim is not None and any(isinstance(t, Tensor) and t.dim() > ndim for t in (weight, bias))
+    checked = _DEFAULTS | call | {"adds": residual is not None}
+    if residual is None and call["residual_dtype"] is not None:
+        raise ValueError(f"residual_dtype needs a residual, got residual=None, residual_dtype={call['residual_dtype']}")
+    shape = _check(x, residual, None, weight, bias, checked)
+    hidden_size = math.prod(shape)
+    count = reference.check_quantization(x, scale, dtype, granularity, group_size, hidden_size)
+    if call["is_modulated"]:
+        if weight is None and call["weight_offset"] != 0.0:
+            raise ValueError(f"weight_offset needs a weight to be added to, got weight=None, "
+                             f"weight_offset={call['weight_offset']}")  # fmt: skip
+        weight, bias = (
+            t if t is None else reference.as_modulation(name, t, x, len(shape))
+            for name, t in (("weight", weight), ("bias", bias))
+        )
+        segments = _ops.shape_of_segments(x, len(shape), weight, bias)
+        weight, bias = (
+            t if t is None or t.shape == segments else t.to(torch.float32).expand(segments) for t in (weight, bias)
+        )
+    path, z_dtype = _ops.path_of(x, residual, weight, bias, scale), checked["residual_dtype"]
+    if path != "reference" and _ops.takes_quantized(x, residual, z_dtype, hidden_size, count, checked["is_modulated"]):
+        q, found, y, z = _ops.norm_quant(
+            x, residual, weight, bias, scale, len(shape), checked["eps"], checked["weight_offset"],
+            checked["is_rms_norm"], z_dtype, dtype, count, column_major, return_norm,
+        )  # fmt: skip
+    else:
+        norm = _norm if is_dynamo_compiling() else _ops.norm
+        call |= {"normalized_shape": shape, "eps": checked["eps"], "out_dtype": torch.float32}
+        y = norm(x, residual, None, weight, bias, adds=residual is not None, **call)
+        y, z = (y, None) if residual is None else y
+        q, found = reference.quantize(y, scale, dtype, len(shape), count, column_major)
+        y = y.to(x.dtype) if return_norm else y
+    if scale is None:
+        scale = found.movedim(0, -1) if column_major else found
+    return q, scale, *([y] if return_norm else []), *([] if residual is None else [z])
 
 
 def _wants_gradients(tensors) -> bool:

@@ -410,6 +410,80 @@ def llama_product(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, off
     return y if bias is None else y + bias
 
 
+# The largest finite code of each dtype that a norm is quantized to; int8 is symmetric.
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+LEAST_AMAX = 1e-12  # as of a group of zeros
+
+
+def quantize(
+    y: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    normalized_ndim: int,
+    group_size: int,
+    column_major_scales: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of y, float32; in float32 operations::
+
+        scale = max(max |y| of the group, LEAST_AMAX) * (1 / LARGEST_CODE)      if no scale is given
+        q = saturate(round(y * (1 / scale)))
+
+    rounded to the nearest code, ties to even. NaN stays NaN; as int8 it is 0. A group is group_size adjacent columns.
+    The scales found are [*leading dimensions, groups], with column_major_scales [groups, *leading dimensions].
+    """
+    largest, hidden_size = LARGEST_CODE[dtype], math.prod(y.shape[y.dim() - normalized_ndim :])
+    if scale is not None:
+        quotient = y * (1 / scale.reshape(()))
+    else:
+        leading = y.shape[: y.dim() - normalized_ndim]
+        groups = y.reshape(*leading, hidden_size // group_size if group_size else 1, group_size)
+        amax = groups.abs().amax(-1) if group_size else y.new_zeros(groups.shape[:-1])
+        scale = amax.clamp(min=LEAST_AMAX) * (1 / largest)
+        quotient = (groups * (1 / scale).unsqueeze(-1)).reshape(y.shape)
+        if column_major_scales:  # clone: strides of a new tensor, also of dimensions of size 1
+            scale = scale.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    if dtype == torch.int8:
+        return quotient.round().clamp(-largest, largest).nan_to_num(nan=0.0).to(dtype), scale
+    return quotient.clamp(-largest, largest).to(dtype), scale
+
+
+def check_quantization(
+    x: Tensor, scale: Tensor | None, dtype: torch.dtype, granularity: str, group_size: int, hidden_size: int
+) -> int:
+    """Raise for arguments that no quantized norm of a valid x can take. Return the number of columns that share a
+    scale."""
+    if x.dtype == torch.float64:
+        raise TypeError("x must be float16, bfloat16 or float32 for a quantized norm, got torch.float64")
+    if dtype not in LARGEST_CODE:
+        raise TypeError(f"dtype must be torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, got {dtype!r}")
+    if granularity not in ("tensor", "token", "group"):
+        raise ValueError(f'granularity must be "tensor", "token" or "group", got {granularity!r}')
+    if granularity != "tensor":
+        if scale is not None:
+            raise ValueError(f'scale goes with granularity="tensor"; with "{granularity}" it is found')
+        if granularity == "group":
+            check_group_size(group_size, hidden_size)
+        return group_size if granularity == "group" else hidden_size
+    if scale is None:
+        raise ValueError('scale is needed with granularity="tensor"; with "token" and "group" it is found')
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"scale must be a Tensor, got {type(scale).__name__}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale must be float32, got {scale.dtype}")
+    if scale.numel() != 1:
+        raise RuntimeError(f"scale must have one element, got [{_join(scale.shape)}]")
+    if scale.device != x.device:
+        raise RuntimeError(f"scale must be on x's device, {x.device}, got {scale.device}")
+    return hidden_size
+
+
+def check_group_size(group_size: Any, hidden_size: int) -> None:
+    if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
+        raise TypeError(f"group_size must be an int, got {type(group_size).__name__}")
+    if group_size < 1 or hidden_size % group_size:
+        raise ValueError(f"group_size must divide the normalized dimension, {hidden_size}, got {group_size}")
+
+
 def z_dtype(residual: Tensor | None, options: Options) -> torch.dtype | None:
     """The dtype of z in forward; None if there is no load stage, and z is x."""
     return options.residual_dtype or (None if residual is None or options.adds_y else residual.dtype)

@@ -545,7 +545,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def(name, [](pybind11::args) {});
 }
 TORCH_LIBRARY(fused_layernorm, library) {
-  for (const char* name : {"norm_forward", "norm_backward", "dropout_mask"})
+  for (const char* name : {"norm_forward", "norm_backward", "norm_quant", "dropout_mask"})
     library.def((std::string(name) + "(Tensor x) -> Tensor").c_str());
 }
 """

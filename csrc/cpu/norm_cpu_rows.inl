@@ -1029,6 +1029,7 @@ void make_parameter(const void* from, DType dtype, double offset, int64_t n, voi
   acc_t* const row = static_cast<acc_t*>(to);
   if (from && dtype == kDTypeOf<acc_t>) memcpy(row, from, n * sizeof(acc_t));
   if (from) widened(from, dtype, n, row);
+  if (from && offset == 0) return;  // adding 0 would lose the sign of -0
   for (int64_t col = 0; col < n; ++col) row[col] = (from ? row[col] : 0) + static_cast<acc_t>(offset);
 }
 

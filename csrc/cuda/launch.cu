@@ -149,6 +149,7 @@ struct NormOfColumns {
     if (norm.bias) load_columns<8>(bias, norm.bias, norm.weight_dtype, at, count);
     if (!norm.weight) return;
     load_columns<8>(weight, norm.weight, norm.weight_dtype, at, count);
+    if (norm.weight_offset == 0) return;  // adding 0 would lose the sign of -0
 #pragma unroll
     for (int i = 0; i < 8; ++i) weight[i] += static_cast<acc_t>(norm.weight_offset);
   }

@@ -85,9 +85,11 @@ struct Registration {
     define(schema_of<NormCall>());
     define(schema_of<NormBackwardCall>());
     define(kDropoutMaskSchema);
+    define(schema_of<NormQuantCall>());
     implement("CPU");
 #ifdef FUSED_LAYERNORM_WITH_CUDA
     implement("CUDA");
+    check(torch_library_impl(libraries.back(), "norm_quant", &call_operator<NormQuantCall>, TORCH_TARGET_VERSION));
 #endif
   }
   ~Registration() {

@@ -40,7 +40,8 @@ namespace at {
 using ScalarType = torch::headeronly::ScalarType;
 constexpr ScalarType kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16, kFloat = ScalarType::Float,
                      kDouble = ScalarType::Double, kLong = ScalarType::Long, kByte = ScalarType::Byte,
-                     kBool = ScalarType::Bool;
+                     kBool = ScalarType::Bool, kChar = ScalarType::Char, kFloat8_e4m3fn = ScalarType::Float8_e4m3fn,
+                     kFloat8_e5m2 = ScalarType::Float8_e5m2;
 
 namespace stable {
 
@@ -58,10 +59,16 @@ struct DtypeNumber {
 };
 inline const std::vector<DtypeNumber>& dtype_numbers() {
   static const std::vector<DtypeNumber> numbers{
-      {kHalf, aoti_torch_dtype_float16(), "torch.float16"},  {kBFloat16, aoti_torch_dtype_bfloat16(), "torch.bfloat16"},
-      {kFloat, aoti_torch_dtype_float32(), "torch.float32"}, {kDouble, aoti_torch_dtype_float64(), "torch.float64"},
-      {kLong, aoti_torch_dtype_int64(), "torch.int64"},      {kByte, aoti_torch_dtype_uint8(), "torch.uint8"},
-      {kBool, aoti_torch_dtype_bool(), "torch.bool"}};
+      {kHalf, aoti_torch_dtype_float16(), "torch.float16"},
+      {kBFloat16, aoti_torch_dtype_bfloat16(), "torch.bfloat16"},
+      {kFloat, aoti_torch_dtype_float32(), "torch.float32"},
+      {kDouble, aoti_torch_dtype_float64(), "torch.float64"},
+      {kLong, aoti_torch_dtype_int64(), "torch.int64"},
+      {kByte, aoti_torch_dtype_uint8(), "torch.uint8"},
+      {kBool, aoti_torch_dtype_bool(), "torch.bool"},
+      {kChar, aoti_torch_dtype_int8(), "torch.int8"},
+      {kFloat8_e4m3fn, aoti_torch_dtype_float8_e4m3fn(), "torch.float8_e4m3fn"},
+      {kFloat8_e5m2, aoti_torch_dtype_float8_e5m2(), "torch.float8_e5m2"}};
   return numbers;
 }
 inline int32_t number_of(ScalarType type) {

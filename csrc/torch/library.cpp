@@ -43,15 +43,21 @@ TORCH_LIBRARY(fused_layernorm, library) {
   library.def(fln::schema_of<fln::NormCall>().c_str(), tags);
   library.def(fln::schema_of<fln::NormBackwardCall>().c_str(), tags);
   library.def(fln::kDropoutMaskSchema, tags);
+  library.def(fln::schema_of<fln::NormQuantCall>().c_str(), tags);
 }
 
 TORCH_LIBRARY_IMPL(fused_layernorm, CPU, library) { fused_layernorm::implement(library); }
 #ifdef FUSED_LAYERNORM_WITH_CUDA
-TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) { fused_layernorm::implement(library); }
+TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, library) {
+  namespace fln = fused_layernorm;
+  fln::implement(library);
+  library.impl("norm_quant", torch::CppFunction::makeFromBoxedFunction<&fln::operator_kernel<fln::NormQuantCall>>());
+}
 #endif
 
 TORCH_LIBRARY_IMPL(fused_layernorm, Autograd, library) {
   library.impl("norm_forward", torch::CppFunction::makeFromBoxedFunction<&fused_layernorm::norm_forward_autograd>());
   // Double backward is PyTorch operations (autograd.cpp). Differentiating this operator is an error, never a silent 0.
   library.impl("norm_backward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("norm_quant", torch::autograd::autogradNotImplementedFallback());
 }

@@ -152,6 +152,42 @@ NormGradients norm_backward(const NormBackwardCall& call);
 // Which elements of [rows, hidden_size] a call with this philox and dropout_p keeps: bool.
 at::Tensor dropout_mask(const at::Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p);
 
+// A norm with a quantized result (NormQuantParams), of the plain norm or of z = residual + x.
+struct NormQuantCall : NormCall {
+  at::Tensor scale;  // fp32, one element; undefined: found for each group of columns
+  at::ScalarType dtype = at::kChar;
+  int64_t group_size = 0;
+  bool column_major_scales = false;
+  bool return_norm = false;
+
+  template <class Self, class Function>
+  static void for_each(Self& self, Function&& function) {
+    function("x", self.x);
+    function("residual", self.residual);
+    function("weight", self.weight);
+    function("bias", self.bias);
+    function("scale", self.scale);
+    function("normalized_ndim", self.normalized_ndim);
+    function("eps", self.eps);
+    function("weight_offset", self.weight_offset);
+    function("is_rms_norm", self.is_rms_norm);
+    function("residual_dtype", self.residual_dtype);
+    function("dtype", self.dtype);
+    function("group_size", self.group_size);
+    function("column_major_scales", self.column_major_scales);
+    function("return_norm", self.return_norm);
+  }
+};
+
+struct NormQuantResults {
+  at::Tensor q;
+  at::Tensor scale;  // [*x's leading dimensions, groups], with column_major_scales [groups, *]; undefined if given
+  at::Tensor y, z;   // undefined if not wanted, and without a residual
+};
+
+// On CUDA, for the calls that NormQuantParams allows.
+NormQuantResults norm_quant(const NormQuantCall& call);
+
 // The dtype that statistics and sums of `dtype` are kept in.
 at::ScalarType accumulation_type(at::ScalarType dtype);
 

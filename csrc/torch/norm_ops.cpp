@@ -625,6 +625,68 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   return gradients;
 }
 
+#ifdef FUSED_LAYERNORM_WITH_CUDA
+NormQuantResults norm_quant(const NormQuantCall& call) {
+  const int64_t segments = check_forward(call), normalized_ndim = call.normalized_ndim;
+  const Tensor& x = call.x;
+  const Extent extent = extent_of(x, normalized_ndim);
+  const int64_t hidden_size = extent.hidden_size, group_size = call.scale.defined() ? hidden_size : call.group_size;
+  const bool is_group = group_size == 16 || group_size == 32 || group_size == 64 || group_size == 128;
+  TORCH_CHECK(x.is_cuda() && x.scalar_type() != at::kDouble && hidden_size % (16 / x.element_size()) == 0 &&
+                  call.has_load_stage() == call.residual.defined() &&
+                  (!call.residual.defined() || call.residual.scalar_type() == call.z_dtype()),
+              "norm_quant takes 16-bit and float32 rows of whole 16 bytes on cuda, and residual_dtype is residual's");
+  TORCH_CHECK(group_size == hidden_size || (is_group && hidden_size % group_size == 0),
+              "group_size must be the size of a row, or 16, 32, 64 or 128 and divide it, got " +
+                  std::to_string(group_size) + " for " + std::to_string(hidden_size));
+  TORCH_CHECK(!call.scale.defined() || (call.scale.scalar_type() == at::kFloat && call.scale.numel() == 1 &&
+                                        call.scale.device() == x.device()),
+              "scale must be float32 with one element, on x's device");
+  TORCH_CHECK_TYPE(call.dtype == at::kFloat8_e4m3fn || call.dtype == at::kFloat8_e5m2 || call.dtype == at::kChar,
+                   "dtype must be torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, got " + name_of(call.dtype));
+  const DeviceScope scope(x);
+  NormQuantResults results;
+  results.q = empty(x.sizes(), call.dtype, x);
+  if (call.return_norm) results.y = empty(x.sizes(), x.scalar_type(), x);
+  if (call.residual.defined()) results.z = empty(x.sizes(), call.z_dtype(), x);
+  const int64_t groups = group_size > 0 ? hidden_size / group_size : 1;
+  if (!call.scale.defined()) {
+    at::DimVector shape(x.sizes().begin(), x.sizes().end() - normalized_ndim);
+    shape.insert(call.column_major_scales ? shape.begin() : shape.end(), groups);
+    results.scale = empty(shape, at::kFloat, x);
+  }
+  if (x.numel() == 0) return results;
+
+  NormQuantParams params{};
+  set_stages(params, call, Tensor(), segments, /*is_gated=*/false);
+  params.rows = extent.rows;
+  params.hidden_size = hidden_size;
+  params.group_size = group_size;
+  params.eps = call.eps;
+  params.codes = results.q.mutable_data_ptr();
+  if (results.y.defined()) params.y = results.y.mutable_data_ptr();
+  if (results.z.defined()) params.residual_out = results.z.mutable_data_ptr();
+  if (results.scale.defined()) params.scales = static_cast<float*>(results.scale.mutable_data_ptr());
+  if (call.scale.defined()) params.scale = call.scale.const_data_ptr<float>();
+  params.scale_row_stride = call.column_major_scales ? 1 : groups;
+  params.scale_group_stride = call.column_major_scales ? extent.rows : 1;
+  const bool is_e4m3 = call.dtype == at::kFloat8_e4m3fn, is_int8 = call.dtype == at::kChar;
+  params.code_dtype = is_e4m3 ? CodeDType::kFloat8E4M3 : is_int8 ? CodeDType::kInt8 : CodeDType::kFloat8E5M2;
+  params.inverse_largest = static_cast<float>(1.0 / (is_e4m3 ? 448.0 : is_int8 ? 127.0 : 57344.0));
+  params.z_dtype = dtype_of(call.z_dtype());
+  const RowView rows(x, normalized_ndim, extent);
+  params.x = rows.tensor.const_data_ptr();
+  params.x_strides = rows.strides;
+  params.x_dtype = params.y_dtype = dtype_of(x.scalar_type());
+  const OptionalRows residual(call.residual, normalized_ndim, extent);
+  residual.point(params.residual, params.residual_strides, params.residual_dtype);
+  const Affine affine(call.weight, call.bias, x, x.scalar_type(), segments, normalized_ndim);
+  affine.point(params);
+  launch_cuda(launch_norm_quant_cuda, params, x);
+  return results;
+}
+#endif
+
 Tensor dropout_mask(const Tensor& philox, int64_t rows, int64_t hidden_size, double dropout_p) {
   NormOptions options;
   options.dropout_p = dropout_p;

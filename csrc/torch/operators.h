@@ -2,6 +2,7 @@
 //
 //   norm_forward(Tensor x, Tensor? residual, ...) -> (Tensor y, Tensor z, Tensor stats)
 //   norm_backward(Tensor grad_output, ...) -> (Tensor grad_x, grad_residual, grad_gate, grad_weight, grad_bias)
+//   norm_quant(Tensor x, Tensor? residual, ...) -> (Tensor q, Tensor scale, Tensor y, Tensor z)     CUDA only
 //
 // The arguments are those of the lists of fields in norm_call.h, all positional: DTensor caches sharding decisions by
 // positional arguments, and not by every keyword. A result that is absent is an empty tensor; grad_residual is also
@@ -52,6 +53,13 @@ struct Operator<NormBackwardCall> {
   }
 };
 
+template <>
+struct Operator<NormQuantCall> {
+  static constexpr const char* kName = "norm_quant";
+  static constexpr const char* kResults = "Tensor q, Tensor scale, Tensor y, Tensor z";
+  static bool is_required(std::string_view tensor) { return tensor == "x"; }
+};
+
 template <class Call>
 std::string schema_of() {
   std::string arguments;
@@ -83,6 +91,11 @@ inline std::array<at::Tensor, 5> results_of(NormBackwardCall& call) {
   if (shares_gradient(call)) found.residual.reset();  // an operator must not return one tensor twice
   return {std::move(found.x), std::move(found.residual), std::move(found.gate), std::move(found.weight),
           std::move(found.bias)};
+}
+
+inline std::array<at::Tensor, 4> results_of(const NormQuantCall& call) {
+  NormQuantResults found = norm_quant(call);
+  return {std::move(found.q), std::move(found.scale), std::move(found.y), std::move(found.z)};
 }
 
 // The tensor that an absent result is like.

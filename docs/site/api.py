@@ -14,7 +14,8 @@ from fused_layernorm import compat  # noqa: E402
 
 FUNCTIONS = ["fused_layer_norm", "fused_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm",
              "fused_layer_norm_add", "fused_rms_norm_add", "fused_sandwich_rms_norm", "fused_adaptive_layer_norm",
-             "fused_adaptive_rms_norm", "fused_gated_rms_norm", "fused_gated_layer_norm"]  # fmt: skip
+             "fused_adaptive_rms_norm", "fused_gated_rms_norm", "fused_gated_layer_norm", "fused_layer_norm_quant",
+             "fused_rms_norm_quant"]  # fmt: skip
 MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm", "FusedLayerNormAdd",
            "FusedRMSNormAdd", "FusedSandwichRMSNorm", "FusedAdaptiveLayerNorm", "FusedAdaptiveRMSNorm",
            "FusedGatedRMSNorm", "FusedGatedLayerNorm"]  # fmt: skip

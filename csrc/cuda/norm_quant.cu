@@ -1,0 +1,302 @@
+// The norm with a quantized result, for inference, in one pass: a group of threads, or a cluster, holds each row of z
+// in registers, then y in fp32. All but the type of z is a run-time value.
+#include <cuda_fp8.h>
+
+#include "async.cuh"
+#include "dispatch.cuh"
+#include "forward_rows.cuh"
+#include "launch_plan.h"
+#include "reduce.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// The greater of two numbers that are not negative; NaN if one of them is. The bits of such floats are in their order.
+__device__ __forceinline__ float greater(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float found;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
+  return found;
+#else
+  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+#endif
+}
+
+template <int kOffset>
+__device__ __forceinline__ float greatest_of_lanes(float value) {
+#pragma unroll
+  for (int offset = kOffset; offset > 0; offset /= 2)
+    value = greater(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  return value;
+}
+
+// Of two numbers, the first in the lower byte.
+template <__nv_fp8_interpretation_t kind>
+__device__ __forceinline__ unsigned two_codes(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kind);
+}
+__device__ __forceinline__ unsigned int8_code(float value) {  // 0 for NaN
+  return static_cast<unsigned>(max(min(__float2int_rn(value), 127), -127)) & 0xffu;
+}
+
+// This thread's part of a row. All threads of the row call load(), moments(), normalize(), find_scales() and store(),
+// in this order.
+template <typename scalar_t, typename Plan>
+struct QuantRow {
+  static constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
+  // Adjacent threads: all of the row, or one warp that has a contiguous slice of it
+  static constexpr int kSpan = kByWarps<Plan> ? 32 : kThreads;
+  static constexpr int kStep = kSpan * kVec;
+  static_assert(kStep % kQuantGroup == 0 && 32 * kVec >= kQuantGroup, "lanes of one warp hold a group, in one slot");
+  using Row = RowThreads<kThreads, kForwardThreads<Plan> / kThreads, true>;
+  using Slots = RegisterSlots<Plan, false, kSpan>;
+  template <typename T>
+  using Raw = RawVec<T, kVec>;
+
+  const NormQuantParams& params;
+  int64_t row;
+  int blocks;    // that share the row
+  int first;     // column of this thread's slice
+  int elements;  // from there to the end of the slice; perhaps < 0
+  int own;       // offset of this thread's first vector in the slice
+  Slots slots;
+  Raw<scalar_t> z[kVecs];
+  float y[kVecs][kVec];
+  float inverse[kVecs];  // 1 / scale
+
+  __device__ __forceinline__ QuantRow(const NormQuantParams& params, int64_t row, int blocks)
+      : params(params),
+        row(row),
+        blocks(blocks),
+        first(blocks > 1       ? static_cast<int>(cluster_rank()) * slice_of(params, blocks)
+              : kByWarps<Plan> ? Row::rank() / 32 * kVecs * kStep
+                               : 0),
+        elements(min(blocks > 1 ? slice_of(params, blocks) : 1 << 30, static_cast<int>(params.hidden_size) - first)),
+        own(Row::rank() % kSpan * kVec),
+        slots(elements, own) {}
+
+  __device__ static int slice_of(const NormQuantParams& params, int blocks) {  // of whole groups
+    const int groups = (static_cast<int>(params.hidden_size) + kQuantGroup - 1) / kQuantGroup;
+    return (groups + blocks - 1) / blocks * kQuantGroup;
+  }
+  __device__ __forceinline__ int col(int v) const { return first + own + v * kStep; }
+
+  // Calls f(v) for each vector v that this thread has.
+  template <typename F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      if (slots.count(v) > 0) f(v);
+  }
+
+  // Calls f(T()) for a tensor beside z: of z's type, or beside fp32 z of any.
+  template <typename F>
+  __device__ __forceinline__ static void with_type(DType dtype, F&& f) {
+    if constexpr (sizeof(scalar_t) == 2) {
+      f(scalar_t());
+    } else if (dtype == DType::kFloat16) {
+      f(__half());
+    } else if (dtype == DType::kBFloat16) {
+      f(__nv_bfloat16());
+    } else {
+      f(float());
+    }
+  }
+
+  __device__ __forceinline__ void load() {
+    with_type(params.x_dtype, [&](auto zero) {
+      using x_t = decltype(zero);
+      const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row);
+      if (params.residual) return add_residual(x);
+      if constexpr (std::is_same<x_t, scalar_t>::value)
+        for_each([&](int v) { z[v] = load_vec<x_t, kVec>(x + col(v)); });
+    });
+  }
+
+  template <typename x_t>
+  __device__ __forceinline__ void add_residual(const x_t* x) {
+    const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
+    scalar_t* out = static_cast<scalar_t*>(params.residual_out) + row * params.hidden_size;
+    Raw<x_t> x_raw[kVecs];
+    for_each([&](int v) {
+      x_raw[v] = load_vec<x_t, kVec>(x + col(v));
+      z[v] = load_vec<scalar_t, kVec>(residual + col(v));
+    });
+    for_each([&](int v) {
+      float sum[kVec], other[kVec];
+      unpack(z[v], sum);
+      unpack(x_raw[v], other);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum[i] += other[i];
+      z[v] = pack<scalar_t>(sum);
+      store_raw(out + col(v), z[v]);
+    });
+  }
+
+  __device__ __forceinline__ Moments<float> moments(float inverse_n, Moments<float>* scratch,
+                                                    Moments<float>* cluster_scratch) {
+    const int rank = Row::rank();
+    Moments<float> part = tile_moments<Row, Plan>(z, slots, elements, rank, params.is_rms_norm);
+    part.n = static_cast<float>(slots.count_of(kVecs, rank % kSpan / Row::kLanes * Row::kLanes, Row::kLanes));
+    return whole_row_moments<Row>(part, blocks, elements, inverse_n, scratch, cluster_scratch, rank);
+  }
+
+  __device__ __forceinline__ void normalize(const RowNorm<float>& norm) {
+    if constexpr (kWidenAnew<Plan>) optimization_barrier(z);
+    if (sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32) return normalize_by(norm, float());
+    with_type(params.weight_dtype, [&](auto zero) { normalize_by(norm, zero); });
+  }
+
+  template <typename weight_t>
+  __device__ __forceinline__ void normalize_by(const RowNorm<float>& norm, weight_t) {
+    const int64_t at = parameters_of(params, row) + first + own;
+    const weight_t* weight = static_cast<const weight_t*>(params.weight) + at;
+    const weight_t* bias = static_cast<const weight_t*>(params.bias) + at;
+    const float weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0.0f;
+    for_each([&](int v) {
+      float scale[kVec], offset[kVec];
+      unpack(load_parameter<kVec, true>(weight + v * kStep, kVec, params.weight, one_vec<weight_t, kVec>()), scale);
+      unpack(load_parameter<kVec, true>(bias + v * kStep, kVec, params.bias, zero_vec<weight_t, kVec>()), offset);
+      unpack(z[v], y[v]);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[v][i] = fma(norm.x_hat(y[v][i]), scale[i] + weight_offset, offset[i]);
+    });
+  }
+
+  __device__ __forceinline__ float scale_of(float amax) const {
+    return greater(amax, kLeastAmax) * params.inverse_largest;
+  }
+
+  __device__ __forceinline__ void find_scales(float* scratch, float* cluster_scratch) {
+    if (params.scale) {
+      const float found = __frcp_rn(*params.scale);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) inverse[v] = found;
+      return;
+    }
+    float amax[kVecs];
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) amax[v] = 0;
+    for_each([&](int v) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) amax[v] = greater(amax[v], fabsf(y[v][i]));
+    });
+    float* scales = params.scales + row * params.scale_row_stride;
+    if (params.group_size == params.hidden_size) {
+#pragma unroll
+      for (int v = 1; v < kVecs; ++v) amax[0] = greater(amax[0], amax[v]);
+      const float scale = scale_of(amax_of_row(amax[0], scratch, cluster_scratch));
+      if (Row::rank() == 0 && first == 0) scales[0] = scale;
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) inverse[v] = __frcp_rn(scale);
+      return;
+    }
+    const int group_size = static_cast<int>(params.group_size), shift = __ffs(group_size) - 1;
+    for (int offset = group_size / kVec / 2; offset > 0; offset /= 2)
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) amax[v] = greater(amax[v], __shfl_xor_sync(0xffffffffu, amax[v], offset));
+    for_each([&](int v) {
+      const float scale = scale_of(amax[v]);
+      inverse[v] = __frcp_rn(scale);
+      if (own % group_size == 0) scales[(col(v) >> shift) * params.scale_group_stride] = scale;
+    });
+  }
+
+  __device__ __forceinline__ float amax_of_row(float amax, float* scratch, float* cluster_scratch) const {
+    amax = greatest_of_lanes<Row::kLanes / 2>(amax);
+    if constexpr (Row::kWarps > 1) {
+      if (threadIdx.x % 32 == 0) scratch[Row::warp()] = amax;
+      Row::barrier();
+      amax = greatest_of_lanes<Row::kWarps / 2>(scratch[threadIdx.x % Row::kWarps]);
+    }
+    if (Plan::kClusters && blocks > 1) {
+      if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, amax);
+      cluster_sync();
+      amax = greatest_of_lanes<kMaxCluster / 2>(cluster_scratch[threadIdx.x % blocks]);
+    }
+    return amax;
+  }
+
+  __device__ __forceinline__ void store() const {
+    const int64_t at = row * params.hidden_size;
+    if (params.y)
+      with_type(params.y_dtype, [&](auto zero) {
+        for_each([&](int v) { store_vec(static_cast<decltype(zero)*>(params.y) + at + col(v), y[v]); });
+      });
+    uint8_t* codes = static_cast<uint8_t*>(params.codes) + at;
+    switch (params.code_dtype) {
+      case CodeDType::kFloat8E4M3:
+        return store_codes(codes, [](float a, float b) { return two_codes<__NV_E4M3>(a, b); });
+      case CodeDType::kFloat8E5M2:
+        return store_codes(codes, [](float a, float b) { return two_codes<__NV_E5M2>(a, b); });
+      case CodeDType::kInt8:
+        return store_codes(codes, [](float a, float b) { return int8_code(a) | int8_code(b) << 8; });
+    }
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void store_codes(uint8_t* codes, F&& two) const {
+    for_each([&](int v) {
+      Raw<uint8_t> raw;
+      unsigned words[kVec / 4];
+#pragma unroll
+      for (int i = 0; i < kVec; i += 4)
+        words[i / 4] = two(y[v][i] * inverse[v], y[v][i + 1] * inverse[v]) |
+                       two(y[v][i + 2] * inverse[v], y[v][i + 3] * inverse[v]) << 16;
+      memcpy(&raw, words, sizeof(raw));
+      store_raw(codes + col(v), raw);
+    });
+  }
+};
+
+template <typename scalar_t, typename Plan>
+__global__ void __launch_bounds__(kForwardThreads<Plan>, quant_blocks_per_sm<Plan>())
+    norm_quant_kernel(const __grid_constant__ NormQuantParams params, float inverse_n) {
+  using Quant = QuantRow<scalar_t, Plan>;
+  using Row = typename Quant::Row;
+  constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+  __shared__ Moments<float> scratch[kRows * Row::kWarps];
+  __shared__ Moments<float> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
+  __shared__ float amax_scratch[Row::kWarps], amax_cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
+
+  const int blocks = Plan::kClusters ? cluster_size() : 1;
+  const int64_t row = static_cast<int64_t>(blockIdx.x / blocks) * kRows + Row::group();
+  // Return, do not skip: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
+  if (row >= params.rows) return;
+  if (blocks > 1) cluster_arrive();
+  Quant quant(params, row, blocks);
+  quant.load();
+  const Moments<float> moments = quant.moments(inverse_n, scratch, cluster_scratch);
+  quant.normalize(finish_row(moments, inverse_n, params, row, false));
+  quant.find_scales(amax_scratch, amax_cluster_scratch);
+  quant.store();
+}
+
+}  // namespace
+
+int launch_norm_quant_cuda(const NormQuantParams& params, CUstream_st* stream) {
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(facts);
+  if (error != cudaSuccess) return error;
+  return dispatch_type(params.z_dtype, [&](auto types) -> cudaError_t {
+    using scalar_t = typename decltype(types)::scalar_t;
+    if constexpr (sizeof(scalar_t) == 8) {
+      return cudaErrorInvalidValue;
+    } else {
+      return dispatch_plan<QuantLadder<scalar_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
+        using Plan = decltype(plan);
+        constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+        const int cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
+        if (params.hidden_size > int64_t{Plan::kThreads} * Plan::kVecs * Plan::kVec * cluster)
+          return cudaErrorNotSupported;
+        const ClusterLaunch launch((params.rows + kRows - 1) / kRows * cluster, kForwardThreads<Plan>, 0, cluster,
+                                   stream);
+        return cudaLaunchKernelEx(&launch.config, norm_quant_kernel<scalar_t, Plan>, params,
+                                  inverse_of<float>(params.hidden_size));
+      });
+    }
+  });
+}
+
+}  // namespace fused_layernorm
