@@ -97,6 +97,7 @@ class FusedSandwichRMSNorm(nn.RMSNorm):
     ``module(x, residual)`` returns ``(y, z)``.
     """
 
+    post_weight: nn.Parameter | None
     __prepare_scriptable__ = _not_scriptable
 
     def __init__(
@@ -113,14 +114,14 @@ class FusedSandwichRMSNorm(nn.RMSNorm):
         self.weight_offset = weight_offset  # before reset_parameters()
         super().__init__(as_shape(normalized_shape), eps, elementwise_affine, device, dtype)
         self.post_eps = post_eps
-        post_weight = None if self.weight is None else nn.Parameter(self.weight.detach().clone())
-        self.register_parameter("post_weight", post_weight)
+        self.post_weight = None if self.weight is None else nn.Parameter(self.weight.detach().clone())
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         _take_offset_from(self)
-        if getattr(self, "post_weight", None) is not None:  # not yet in __init__
-            nn.init.constant_(self.post_weight, 1 - self.weight_offset)
+        post_weight = getattr(self, "post_weight", None)  # not yet there in __init__
+        if post_weight is not None:
+            nn.init.constant_(post_weight, 1 - self.weight_offset)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return fused_sandwich_rms_norm(

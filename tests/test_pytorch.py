@@ -4,6 +4,7 @@ That values are right is test_correctness.py's; here a result is compared with w
 """
 
 import copy
+import gc
 import io
 
 import pytest
@@ -773,6 +774,7 @@ def test_graphs_and_streams_at_once(device, op):
     for _ in range(3):
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         static = copy.deepcopy(inputs)
+        gc.collect()  # an earlier test's graph, collected during the capture, would free memory, which ends the capture
         with torch.cuda.graph(graph, stream=stream):
             captures.append((graph, stream, static, run(fused, case, static)))
     torch.cuda.synchronize()

@@ -68,8 +68,8 @@ struct PartialRows {
 };
 
 // A thread's own rows of the accumulation type, by what they hold: kU is u, then backward grad_z; kResidual is
-// residual, and backward grad_residual_out, then x; kScales is the row gate where there is one, and the residual that is
-// added to y; kGrad is forward's rounded x_hat. Null where it is not needed.
+// residual, and backward grad_residual_out, then x; kScales is the row gate where there is one, and the residual that
+// is added to y; kGrad is forward's rounded x_hat. Null where it is not needed.
 enum ThreadRow { kZ, kGrad, kResidual, kU, kScales, kThreadRows };
 struct ThreadMemory {
   void* row[kThreadRows];

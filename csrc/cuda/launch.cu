@@ -182,8 +182,7 @@ template <typename F>
 __device__ __forceinline__ void for_each_segment(const SavedNorm& norm, F&& f) {
   const int64_t segments = norm.segments > 1 ? norm.segments : 1, count = norm.rows / segments;
   for (int64_t segment = blockIdx.z; segment < segments; segment += gridDim.z)
-    f(segment,
-      norm.interleaves ? SegmentRows{segment, segments, count} : SegmentRows{segment * count, 1, count});
+    f(segment, norm.interleaves ? SegmentRows{segment, segments, count} : SegmentRows{segment * count, 1, count});
 }
 
 // The epilogue: y = dropout(activation(u)), contiguous, from z and its statistics. Launched with the segments.

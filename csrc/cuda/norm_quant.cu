@@ -1,5 +1,5 @@
 // The norm with a quantized result, for inference, in one pass: a group of threads, or a cluster, holds each row of z
-// in registers, then y in fp32. All but the type of z is a run-time value.
+// in registers. All but the type of z is a run-time value.
 #include <cuda_fp8.h>
 
 #include "async.cuh"
@@ -40,8 +40,7 @@ __device__ __forceinline__ unsigned int8_code(float value) {  // 0 for NaN
   return static_cast<unsigned>(max(min(__float2int_rn(value), 127), -127)) & 0xffu;
 }
 
-// This thread's part of a row. All threads of the row call load(), moments(), normalize(), find_scales() and store(),
-// in this order.
+// This thread's part of a row. All threads of the row call load(), moments() and quantize(), in this order.
 template <typename scalar_t, typename Plan>
 struct QuantRow {
   static constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -62,8 +61,6 @@ struct QuantRow {
   int own;       // offset of this thread's first vector in the slice
   Slots slots;
   Raw<scalar_t> z[kVecs];
-  float y[kVecs][kVec];
-  float inverse[kVecs];  // 1 / scale
 
   __device__ __forceinline__ QuantRow(const NormQuantParams& params, int64_t row, int blocks)
       : params(params),
@@ -142,65 +139,97 @@ struct QuantRow {
     return whole_row_moments<Row>(part, blocks, elements, inverse_n, scratch, cluster_scratch, rank);
   }
 
-  __device__ __forceinline__ void normalize(const RowNorm<float>& norm) {
+  // ---- y, vector by vector: it is computed again for the codes of a row whose amax it gave, which takes less time than
+  // to hold it (fewer registers, so more rows at once)
+
+  __device__ __forceinline__ void quantize(const RowNorm<float>& norm, float* scratch, float* cluster_scratch) {
     if constexpr (kWidenAnew<Plan>) optimization_barrier(z);
-    if (sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32) return normalize_by(norm, float());
-    with_type(params.weight_dtype, [&](auto zero) { normalize_by(norm, zero); });
+    const auto by_weights_of = [&](auto zero) {
+      quantize(Weights<decltype(zero)>(*this), norm, scratch, cluster_scratch);
+    };
+    if (sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32) return by_weights_of(float());
+    with_type(params.weight_dtype, by_weights_of);
   }
 
   template <typename weight_t>
-  __device__ __forceinline__ void normalize_by(const RowNorm<float>& norm, weight_t) {
-    const int64_t at = parameters_of(params, row) + first + own;
-    const weight_t* weight = static_cast<const weight_t*>(params.weight) + at;
-    const weight_t* bias = static_cast<const weight_t*>(params.bias) + at;
-    const float weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0.0f;
-    for_each([&](int v) {
-      float scale[kVec], offset[kVec];
-      unpack(load_parameter<kVec, true>(weight + v * kStep, kVec, params.weight, one_vec<weight_t, kVec>()), scale);
-      unpack(load_parameter<kVec, true>(bias + v * kStep, kVec, params.bias, zero_vec<weight_t, kVec>()), offset);
-      unpack(z[v], y[v]);
+  struct Weights {
+    const weight_t *weight, *bias;
+    float offset;
+
+    __device__ __forceinline__ explicit Weights(const QuantRow& of) {
+      const int64_t at = parameters_of(of.params, of.row) + of.first + of.own;
+      weight = of.params.weight ? static_cast<const weight_t*>(of.params.weight) + at : nullptr;
+      bias = of.params.bias ? static_cast<const weight_t*>(of.params.bias) + at : nullptr;
+      offset = weight ? static_cast<float>(of.params.weight_offset) : 0.0f;
+    }
+    __device__ __forceinline__ void apply(const RowNorm<float>& norm, int v, float (&y)[kVec]) const {
+      float scale[kVec], shift[kVec];
+      unpack(load_parameter<kVec, true>(weight + v * kStep, kVec, weight, one_vec<weight_t, kVec>()), scale);
+      unpack(load_parameter<kVec, true>(bias + v * kStep, kVec, bias, zero_vec<weight_t, kVec>()), shift);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[v][i] = fma(norm.x_hat(y[v][i]), scale[i] + weight_offset, offset[i]);
+      for (int i = 0; i < kVec; ++i) y[i] = fma(norm.x_hat(y[i]), scale[i] + offset, shift[i]);
+    }
+  };
+
+  template <typename weight_t>
+  __device__ __forceinline__ void quantize(const Weights<weight_t>& weights, const RowNorm<float>& norm, float* scratch,
+                                           float* cluster_scratch) {
+    const auto y_of = [&](int v, float (&y)[kVec]) {
+      unpack(z[v], y);
+      weights.apply(norm, v, y);
+    };
+    const bool is_of_row = !params.scale && params.group_size == params.hidden_size;
+    if (!params.scale && !is_of_row) return quantize_groups(y_of);
+    float inverse;
+    if (is_of_row) {
+      float amax = 0;
+      for_each([&](int v) {
+        float y[kVec];
+        y_of(v, y);
+        amax = greater(amax, amax_of(y));
+      });
+      const float scale = scale_of(amax_of_row(amax, scratch, cluster_scratch));
+      if (Row::rank() == 0 && first == 0) params.scales[row * params.scale_row_stride] = scale;
+      inverse = __frcp_rn(scale);
+      if constexpr (kWidenAnew<Plan>) optimization_barrier(z);
+    } else {
+      inverse = __frcp_rn(*params.scale);
+    }
+    for_each([&](int v) {
+      float y[kVec];
+      y_of(v, y);
+      store(v, y, inverse);
     });
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void quantize_groups(F&& y_of) {
+    const int group_size = static_cast<int>(params.group_size), shift = __ffs(group_size) - 1;
+    float* scales = params.scales + row * params.scale_row_stride;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const bool is_there = slots.count(v) > 0;
+      float y[kVec] = {};
+      if (is_there) y_of(v, y);
+      float amax = amax_of(y);
+      for (int offset = group_size / kVec / 2; offset > 0; offset /= 2)
+        amax = greater(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+      const float scale = scale_of(amax);
+      if (!is_there) continue;
+      if (own % group_size == 0) scales[(col(v) >> shift) * params.scale_group_stride] = scale;
+      store(v, y, __fdividef(1.0f, scale));  // a unit in the last place more or less than 1 / scale
+    }
+  }
+
+  __device__ __forceinline__ static float amax_of(const float (&y)[kVec]) {
+    float amax = fabsf(y[0]);
+#pragma unroll
+    for (int i = 1; i < kVec; ++i) amax = greater(amax, fabsf(y[i]));
+    return amax;
   }
 
   __device__ __forceinline__ float scale_of(float amax) const {
     return greater(amax, kLeastAmax) * params.inverse_largest;
-  }
-
-  __device__ __forceinline__ void find_scales(float* scratch, float* cluster_scratch) {
-    if (params.scale) {
-      const float found = __frcp_rn(*params.scale);
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) inverse[v] = found;
-      return;
-    }
-    float amax[kVecs];
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) amax[v] = 0;
-    for_each([&](int v) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) amax[v] = greater(amax[v], fabsf(y[v][i]));
-    });
-    float* scales = params.scales + row * params.scale_row_stride;
-    if (params.group_size == params.hidden_size) {
-#pragma unroll
-      for (int v = 1; v < kVecs; ++v) amax[0] = greater(amax[0], amax[v]);
-      const float scale = scale_of(amax_of_row(amax[0], scratch, cluster_scratch));
-      if (Row::rank() == 0 && first == 0) scales[0] = scale;
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) inverse[v] = __frcp_rn(scale);
-      return;
-    }
-    const int group_size = static_cast<int>(params.group_size), shift = __ffs(group_size) - 1;
-    for (int offset = group_size / kVec / 2; offset > 0; offset /= 2)
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) amax[v] = greater(amax[v], __shfl_xor_sync(0xffffffffu, amax[v], offset));
-    for_each([&](int v) {
-      const float scale = scale_of(amax[v]);
-      inverse[v] = __frcp_rn(scale);
-      if (own % group_size == 0) scales[(col(v) >> shift) * params.scale_group_stride] = scale;
-    });
   }
 
   __device__ __forceinline__ float amax_of_row(float amax, float* scratch, float* cluster_scratch) const {
@@ -218,35 +247,24 @@ struct QuantRow {
     return amax;
   }
 
-  __device__ __forceinline__ void store() const {
-    const int64_t at = row * params.hidden_size;
+  __device__ __forceinline__ void store(int v, const float (&y)[kVec], float inverse) const {
+    const int64_t at = row * params.hidden_size + col(v);
     if (params.y)
-      with_type(params.y_dtype, [&](auto zero) {
-        for_each([&](int v) { store_vec(static_cast<decltype(zero)*>(params.y) + at + col(v), y[v]); });
-      });
-    uint8_t* codes = static_cast<uint8_t*>(params.codes) + at;
-    switch (params.code_dtype) {
-      case CodeDType::kFloat8E4M3:
-        return store_codes(codes, [](float a, float b) { return two_codes<__NV_E4M3>(a, b); });
-      case CodeDType::kFloat8E5M2:
-        return store_codes(codes, [](float a, float b) { return two_codes<__NV_E5M2>(a, b); });
-      case CodeDType::kInt8:
-        return store_codes(codes, [](float a, float b) { return int8_code(a) | int8_code(b) << 8; });
-    }
-  }
-
-  template <typename F>
-  __device__ __forceinline__ void store_codes(uint8_t* codes, F&& two) const {
-    for_each([&](int v) {
+      with_type(params.y_dtype, [&](auto zero) { store_vec(static_cast<decltype(zero)*>(params.y) + at, y); });
+    const auto store_codes = [&](auto&& two) {
       Raw<uint8_t> raw;
       unsigned words[kVec / 4];
 #pragma unroll
       for (int i = 0; i < kVec; i += 4)
-        words[i / 4] = two(y[v][i] * inverse[v], y[v][i + 1] * inverse[v]) |
-                       two(y[v][i + 2] * inverse[v], y[v][i + 3] * inverse[v]) << 16;
+        words[i / 4] = two(y[i] * inverse, y[i + 1] * inverse) | two(y[i + 2] * inverse, y[i + 3] * inverse) << 16;
       memcpy(&raw, words, sizeof(raw));
-      store_raw(codes + col(v), raw);
-    });
+      store_raw(static_cast<uint8_t*>(params.codes) + at, raw);
+    };
+    switch (params.code_dtype) {
+      case CodeDType::kFloat8E4M3: return store_codes([](float a, float b) { return two_codes<__NV_E4M3>(a, b); });
+      case CodeDType::kFloat8E5M2: return store_codes([](float a, float b) { return two_codes<__NV_E5M2>(a, b); });
+      case CodeDType::kInt8: return store_codes([](float a, float b) { return int8_code(a) | int8_code(b) << 8; });
+    }
   }
 };
 
@@ -268,9 +286,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, quant_blocks_per_sm<Pla
   Quant quant(params, row, blocks);
   quant.load();
   const Moments<float> moments = quant.moments(inverse_n, scratch, cluster_scratch);
-  quant.normalize(finish_row(moments, inverse_n, params, row, false));
-  quant.find_scales(amax_scratch, amax_cluster_scratch);
-  quant.store();
+  quant.quantize(finish_row(moments, inverse_n, params, row, false), amax_scratch, amax_cluster_scratch);
 }
 
 }  // namespace

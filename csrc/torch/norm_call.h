@@ -31,9 +31,9 @@ struct NormOptions {
   OptionalDtype out_dtype;  // of y; none: x's, or with adds_y residual's
   // Of z, x's or fp32. None: residual's in forward; without a residual there is no load stage, and z is x.
   OptionalDtype residual_dtype;
-  bool gates_y = false;   // a gated norm's gate multiplies y, not x
-  bool per_head = false;  // the leading dimensions of weight and bias are x's last ones before the normalized
-  bool adds_y = false;    // residual is added to y, not to x: there is no load stage. Backward does not read this
+  bool gates_y = false;       // a gated norm's gate multiplies y, not x
+  bool per_head = false;      // the leading dimensions of weight and bias are x's last ones before the normalized
+  bool adds_y = false;        // residual is added to y, not to x: there is no load stage. Backward does not read this
   bool rounds_x_hat = false;  // to z's dtype before the product with weight (Llama). Backward does not read this
 
   template <class Self, class Function>

@@ -196,8 +196,8 @@ struct PythonCall {
       norm.rounds_x_hat = is_narrow;  // else it has no effect
     }
     if (memory_efficient) {
-      if (adds || norm.adds_y || is_gated || norm.per_head || norm.activation != 0 || norm.dropout_p != 0 || !norm.stats_grad ||
-          norm.out_dtype.value_or(dtype) != dtype)
+      if (adds || norm.adds_y || is_gated || norm.per_head || norm.activation != 0 || norm.dropout_p != 0 ||
+          !norm.stats_grad || norm.out_dtype.value_or(dtype) != dtype)
         return false;
     }
     return !(norm.dropout_p < 0 || norm.dropout_p > 1);
