@@ -139,8 +139,7 @@ struct QuantRow {
     return whole_row_moments<Row>(part, blocks, elements, inverse_n, scratch, cluster_scratch, rank);
   }
 
-  // ---- y, vector by vector: it is computed again for the codes of a row whose amax it gave, which takes less time than
-  // to hold it (fewer registers, so more rows at once)
+  // ---- y and its codes, vector by vector; where amax is the row's, y is held between the two
 
   __device__ __forceinline__ void quantize(const RowNorm<float>& norm, float* scratch, float* cluster_scratch) {
     if constexpr (kWidenAnew<Plan>) optimization_barrier(z);
@@ -165,9 +164,20 @@ struct QuantRow {
     __device__ __forceinline__ void apply(const RowNorm<float>& norm, int v, float (&y)[kVec]) const {
       float scale[kVec], shift[kVec];
       unpack(load_parameter<kVec, true>(weight + v * kStep, kVec, weight, one_vec<weight_t, kVec>()), scale);
-      unpack(load_parameter<kVec, true>(bias + v * kStep, kVec, bias, zero_vec<weight_t, kVec>()), shift);
+      if (offset != 0) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = fma(norm.x_hat(y[i]), scale[i] + offset, shift[i]);
+        for (int i = 0; i < kVec; ++i) scale[i] += offset;
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = norm.x_hat(y[i]);
+      if (bias) {
+        unpack(load_vec<weight_t, kVec, true>(bias + v * kStep), shift);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] = fma(y[i], scale[i], shift[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] *= scale[i];
+      }
     }
   };
 
@@ -178,28 +188,26 @@ struct QuantRow {
       unpack(z[v], y);
       weights.apply(norm, v, y);
     };
-    const bool is_of_row = !params.scale && params.group_size == params.hidden_size;
-    if (!params.scale && !is_of_row) return quantize_groups(y_of);
-    float inverse;
-    if (is_of_row) {
-      float amax = 0;
+    if (params.scale) {
+      const float inverse = __frcp_rn(*params.scale);
       for_each([&](int v) {
         float y[kVec];
         y_of(v, y);
-        amax = greater(amax, amax_of(y));
+        store(v, y, inverse);
       });
-      const float scale = scale_of(amax_of_row(amax, scratch, cluster_scratch));
-      if (Row::rank() == 0 && first == 0) params.scales[row * params.scale_row_stride] = scale;
-      inverse = __frcp_rn(scale);
-      if constexpr (kWidenAnew<Plan>) optimization_barrier(z);
-    } else {
-      inverse = __frcp_rn(*params.scale);
+      return;
     }
+    if (params.group_size != params.hidden_size) return quantize_groups(y_of);
+    float y[kVecs][kVec];
+    float amax = 0;
     for_each([&](int v) {
-      float y[kVec];
-      y_of(v, y);
-      store(v, y, inverse);
+      y_of(v, y[v]);
+      amax = greater(amax, amax_of(y[v]));
     });
+    const float scale = scale_of(amax_of_row(amax, scratch, cluster_scratch));
+    if (Row::rank() == 0 && first == 0) params.scales[row * params.scale_row_stride] = scale;
+    const float inverse = __frcp_rn(scale);
+    for_each([&](int v) { store(v, y[v], inverse); });
   }
 
   template <typename F>
@@ -212,8 +220,9 @@ struct QuantRow {
       float y[kVec] = {};
       if (is_there) y_of(v, y);
       float amax = amax_of(y);
-      for (int offset = group_size / kVec / 2; offset > 0; offset /= 2)
-        amax = greater(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+#pragma unroll
+      for (int offset = kQuantGroup / kVec / 2; offset > 0; offset /= 2)
+        if (offset * 2 * kVec <= group_size) amax = greater(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
       const float scale = scale_of(amax);
       if (!is_there) continue;
       if (own % group_size == 0) scales[(col(v) >> shift) * params.scale_group_stride] = scale;
