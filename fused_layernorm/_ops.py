@@ -312,9 +312,9 @@ def _register_sharding_rules() -> None:
         found = [([Replicate()] * 3, whole)]
         for dim in dims_to_split(x, options, philox):
             rows = Shard(dim)
-            is_gated = gate is not None and reference.z_dtype(residual, options) is None
+            has_z = options.residual_dtype is not None or (residual is not None and not options.adds_y)
+            is_gated = gate is not None and not has_z
             parameters = of_parameters(gate, weight, bias, x, dim, options, is_gated)
-            has_z = reference.z_dtype(residual, options) is not None
             found.append((
                 [rows, rows if has_z else Replicate(), Shard(dim + 1)],
                 [rows, if_given(residual, rows), *parameters, None, *no_tensors],
