@@ -162,7 +162,7 @@ def fused_rms_norm(
             `torch.nn.functional.rms_norm`: float32's (1.19e-7), or float64's for float64 x.
         rounding: where intermediate results are rounded. "torch" rounds once, at the end. So does "gemma"
             (transformers' GemmaRMSNorm, with ``weight_offset=1``). "llama" (LlamaRMSNorm) rounds x_hat to x's dtype
-            before the multiplication by weight, in the same kernel. In 16-bit dtypes about 1 of 10,000 elements differs
+            before the multiplication by weight. In 16-bit dtypes about 1 of 10,000 elements differs
             from transformers' result, because the sums of a row have another order; with "torch" instead of "llama"
             about 1 of 4 differs. "llama_exact" and "gemma_exact" give transformers' bits in eager mode (not for float64
             x, which transformers normalizes in float32); their forward runs PyTorch operations, as does that of "llama"
@@ -335,9 +335,8 @@ def fused_layer_norm_add(
 
     The sum is computed in the accumulation type and rounded once; transformers' classes round the norm before the sum.
     residual's gradient is that of y, cast to residual's dtype: the same tensor if the dtypes are equal, as of ``x + y``
-    in PyTorch. Backward is that of `fused_layer_norm`, and residual is not saved for it. On CUDA the sum is a separate
-    kernel if residual or y has another dtype than x, if a row is longer than 16384 elements (8192 of float32), or if
-    rows are not whole 16-byte vectors. The other arguments, the guarantees and the errors are those of
+    in PyTorch. Backward is that of `fused_layer_norm`, and residual is not saved for it. On CUDA some calls take
+    several kernels (docs/fusions.md). The other arguments, the guarantees and the errors are those of
     `fused_layer_norm`.
     """
     norm = _norm if is_dynamo_compiling() else _ops.norm
@@ -406,13 +405,13 @@ def fused_sandwich_rms_norm(
     the pass of its norm. The other guarantees and the errors are those of `fused_rms_norm_add`.
     """
     given = weight if weight is not None else post_weight
-    if normalized_shape is None and given is not None:
+    if normalized_shape is None and isinstance(given, Tensor):
         normalized_shape = given.shape
     z = fused_rms_norm_add(
         x, residual, post_weight, None, eps if post_eps is None else post_eps, normalized_shape=normalized_shape,
         weight_offset=0.0 if post_weight is None else weight_offset,
     )  # fmt: skip
-    if weight is not None and z.dtype != x.dtype:
+    if isinstance(weight, Tensor) and z.dtype != x.dtype:
         weight = weight.to(z.dtype)
     return _norm_of_stream(
         z, weight, eps=eps, normalized_shape=normalized_shape, weight_offset=0.0 if weight is None else weight_offset,

@@ -1929,7 +1929,7 @@ def sandwich_in_fp64(x, residual, post_weight, weight, eps, post_eps, offset, z=
     for way in ("eager", "no grad", "aot_eager", "inductor")
 ])  # fmt: skip
 def test_sandwich(device, dtype, residual, weights, way):
-    """against fp64, with gradients of both results, of one, and through frozen weights"""
+    """against fp64, with gradients of both results and of one"""
     if way == "inductor" and (dtype, weights) != (bf16, "both"):
         pytest.skip("one of each is enough")
     torch.compiler.reset()
@@ -1987,7 +1987,14 @@ def test_sandwich_in_few_passes(device):
     if not _backend.has_kernels_for(device):
         return
     y, z = fused_sandwich_rms_norm(*tensors)
-    assert type(y.grad_fn) is type(z.grad_fn) and y.grad_fn is z.grad_fn
+    assert y.grad_fn is z.grad_fn
+    frozen = [t.detach() for t in tensors[:3]]  # z needs no gradient
+    y, z = fused_sandwich_rms_norm(*frozen, tensors[3])
+    assert not z.requires_grad
+    x_hat = OPS["rms_norm"](z, normalized_shape=6)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), tensors[3])[0], x_hat.sum(0))
+    with pytest.raises(TypeError, match="weight must be a Tensor or None, got list"):
+        fused_sandwich_rms_norm(*frozen, [1.0] * 6)
     with pytest.raises(TypeError, match="residual must be a Tensor"):
         fused_sandwich_rms_norm(tensors[0], None, *tensors[2:])
     with pytest.raises(RuntimeError, match="weight must have the shape"):

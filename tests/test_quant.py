@@ -10,9 +10,9 @@ import types
 
 import pytest
 import torch
+from norm_cases import on_devices, poisoned, uses_kernels
 
 from fused_layernorm import _ops, fused_adaptive_layer_norm, fused_layer_norm_quant, fused_rms_norm_quant
-from tests.norm_cases import on_devices, poisoned, uses_kernels
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, e5m2, int8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
