@@ -6,15 +6,19 @@ x has 256 MiB. GPU time of CUDA graphs, forward without gradients, and backward 
 `fraction`: of the rate of a copy of x, for the bytes that must be moved (reads and writes of tensors of x's size, as
 PASSES says). Writes fusions_*.json (--record: otherwise) into FOLDER (default: benchmarks/output) and prints a table.
 With --cpu x has 8 MiB, times are of a Python loop on one thread, the least of the rounds, and no record is written:
-read them as ratios.
+read them as ratios. --warm N first fills the compile caches, N processes at a time: fla compiles up to 18 kernels for a
+hidden size, one after the other.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -203,9 +207,12 @@ class LoopTimer:
 
     stream = None
 
+    def __init__(self, rounds=9):
+        self.rounds = rounds
+
     def us(self, call):
         samples = []
-        for _ in range(20):
+        for _ in range(20 if self.rounds else 1):
             started = time.perf_counter()
             call()
             samples.append(time.perf_counter() - started)
@@ -213,6 +220,8 @@ class LoopTimer:
 
 
 class Timer:
+    """Without rounds it only calls."""
+
     def __init__(self, launches=10, rounds=9):
         self.launches, self.rounds = launches, rounds
         self.stream = torch.cuda.Stream()  # of forward too: backward runs where that ran
@@ -222,6 +231,8 @@ class Timer:
             for _ in range(2):
                 call()
             torch.cuda.synchronize()
+            if not self.rounds:
+                return float("nan")
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.stream):
                 for _ in range(self.launches):
@@ -260,6 +271,28 @@ def copy_rate(timer, device, nbytes):
     return 2 * source.nbytes / timer.us(lambda: target.copy_(source))
 
 
+def timer_of(device, rounds):
+    if not rounds:  # one of many processes, which disturb each other: what they tune must not be used later
+        import torch._inductor.config
+
+        torch._inductor.config.autotune_local_cache = False
+    return LoopTimer(rounds) if device == "cpu" else Timer(rounds=rounds)
+
+
+def warm(processes, hidden_sizes):
+    """Fill the compile caches: this program again for each hidden size, where it only calls. It says who fails later,
+    when it times."""
+
+    def one(hidden_size):
+        command = [sys.executable, *sys.argv, "--warm", "0", "--rounds", "0", "--hidden", str(hidden_size)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(one, sorted(hidden_sizes, reverse=True)))  # long rows compile longest
+    print(f"caches filled, {time.monotonic() - started:.0f} s", flush=True)
+
+
 def measure(args, timer, copy, found, dtype, hidden_size, device, nbytes):
     """Add the results of one dtype and hidden size to `found`, and print them."""
     rows = nbytes // (hidden_size * DTYPES[dtype].itemsize) // MANY_SAMPLES * MANY_SAMPLES
@@ -280,6 +313,8 @@ def measure(args, timer, copy, found, dtype, hidden_size, device, nbytes):
                 both = times(timer, function, [inputs[key] for key in names])
             except Exception as error:
                 print(f"{name} {provider}: {type(error).__name__}: {error}"[:200], flush=True)
+                continue
+            if not timer.rounds:
                 continue
             for direction, us, passes in zip(("forward", "backward"), both, PASSES[moved], strict=True):
                 must = passes * rows * hidden_size * DTYPES[dtype].itemsize
@@ -304,6 +339,8 @@ def main():
     parser.add_argument("--record", default="fusions", help="how the file's name begins (fusions)")
     parser.add_argument("--providers", nargs="*", help="some of fused, torch, compile, flash_attn, fla, mamba_ssm")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9, help="of a time, each ten launches; 0 only calls (9)")
+    parser.add_argument("--warm", type=int, metavar="N", help="first fill the compile caches, N processes at a time")
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
         raise SystemExit("needs a GPU, or --cpu")
@@ -311,9 +348,12 @@ def main():
 
     config.donated_buffer = False  # backward is run many times from one forward
     device, nbytes = ("cpu", 8 << 20) if args.cpu else ("cuda", 256 << 20)
+    os.environ.setdefault("FLA_CACHE_RESULTS", "0")  # fla keeps on disk what it tuned: it shall tune in this run
+    if args.warm:
+        warm(args.warm, args.hidden)
     if args.cpu:
         torch.set_num_threads(1)
-    timer, found, started = LoopTimer() if args.cpu else Timer(), [], time.monotonic()
+    timer, found, started = timer_of(device, args.rounds), [], time.monotonic()
     copy = copy_rate(timer, device, nbytes)
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
     try:
@@ -322,7 +362,7 @@ def main():
                 measure(args, timer, copy, found, dtype, hidden_size, device, nbytes)
     except KeyboardInterrupt:
         print("interrupted: the record has what was measured")
-    if args.cpu:
+    if args.cpu or not args.rounds:
         return
     args.folder.mkdir(parents=True, exist_ok=True)
     meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1), "samples": SAMPLES}

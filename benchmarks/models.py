@@ -7,7 +7,15 @@ and an MLP) without embedding. Providers of the norms: `torch` (nn.LayerNorm, nn
 after replace_norms()), `fused` (written with fused_add_* and fused_adaptive_layer_norm), `liger` and `quack` (their
 norms, with the residual where they take one).
 
-Writes models_DATE.json into FOLDER (default: benchmarks/output). `results`: one entry a model, mode and provider:
+qwen3_next_* has the norms of transformers' own classes, which `torch` runs, `replaced` replaces and `fused` writes
+with fused_add_rms_norm and fused_gated_rms_norm; it needs transformers. Of four blocks three have linear attention,
+whose heads of 128 a gated RMSNorm follows, and one has attention with norms of q and k and a gate. Causal softmax
+attention of the same heads stands in for the gated delta rule, without its convolution and decay: PyTorch has no
+kernel of it, and transformers' own loop would take longer than all else. The MLP is dense, as wide as the experts
+that one token uses. There are no rotary embeddings.
+
+Writes models_DATE.json (--record: otherwise) into FOLDER (default: benchmarks/output). `results`: one entry a model,
+mode and provider:
 
     ms, spread   median of the repeats, each the mean of --steps steps; (largest - smallest) / median
     peak_mib     most memory that one step allocates, beside parameters and the optimizer's state
@@ -57,9 +65,10 @@ class Spec:
     head: int = 64
     causal: bool = True
     norms_of_heads: bool = False  # of q and k
+    is_hybrid: bool = False  # linear attention in three of four blocks, norms of transformers' Qwen3-Next
 
     def quick(self):
-        return replace(self, width=32, layers=2, batch=2, tokens=8, head=16)
+        return replace(self, width=32, layers=4 if self.is_hybrid else 2, batch=2, tokens=8, head=16)
 
 
 MODELS = {
@@ -71,6 +80,7 @@ MODELS = {
     "bert_1024": Spec(1024, 8, 32, 256, place="post", causal=False),
     "dit_1152": Spec(1152, 8, 32, 256, place="adaptive", head=72, causal=False),
     "qwen3_2048": Spec(2048, 6, 4, 2048, "rms_norm", head=128, norms_of_heads=True),
+    "qwen3_next_2048": Spec(2048, 4, 4, 2048, "rms_norm", head=128, norms_of_heads=True, is_hybrid=True),
 }
 
 
@@ -86,13 +96,24 @@ def peer_norm(provider, op, width, with_residual):
         raise
 
 
+def of_qwen3_next():
+    """The module with transformers' norms."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    return modeling_qwen3_next
+
+
 class Norm(nn.Module):
     """(y, z): y = norm(z) * (1 + scale) + shift, z = residual + gate * x, or x."""
 
-    def __init__(self, op, width, provider, is_adaptive=False):
+    def __init__(self, op, width, provider, is_adaptive=False, is_zero_centered=False):
         super().__init__()
-        kind = nn.LayerNorm if op == "layer_norm" else nn.RMSNorm
-        self.norm = kind(width, EPS, elementwise_affine=not is_adaptive)
+        self.options = {"weight_offset": 1.0} if is_zero_centered else {}
+        if is_zero_centered:
+            self.norm = of_qwen3_next().Qwen3NextRMSNorm(width, EPS)
+        else:
+            kind = nn.LayerNorm if op == "layer_norm" else nn.RMSNorm
+            self.norm = kind(width, EPS, elementwise_affine=not is_adaptive)
         self.is_fused, self.peer, self.peer_add = provider == "fused", None, None
         self.add = fln.fused_add_layer_norm if op == "layer_norm" else fln.fused_add_rms_norm
         self.plain = fln.fused_layer_norm if op == "layer_norm" else fln.fused_rms_norm
@@ -108,8 +129,8 @@ class Norm(nn.Module):
                 found = fln.fused_adaptive_layer_norm(x, scale, shift, residual=residual, gate=gate, eps=EPS)
                 return found if residual is not None else (found, x)
             if residual is not None:
-                return self.add(x, residual, weight, bias, EPS)
-            return self.plain(x, weight, bias, EPS), x
+                return self.add(x, residual, weight, bias, EPS, **self.options)
+            return self.plain(x, weight, bias, EPS, **self.options), x
         if self.peer_add and residual is not None:
             rows = (x.reshape(-1, x.shape[-1]), weight, bias, residual.reshape(-1, x.shape[-1]))
             return tuple(t.view_as(x) for t in self.peer_add(*rows))
@@ -131,6 +152,48 @@ class Attention(nn.Module):
             q, k = (norm(t)[0] for norm, t in zip(self.of_heads, (q, k), strict=True))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.spec.causal).transpose(1, 2).flatten(2))
+
+
+class LinearAttention(nn.Module):
+    """Twice as many heads of v and z as of q and k; y = norm(attention) * silu(z)."""
+
+    def __init__(self, spec, provider):
+        super().__init__()
+        self.head, self.is_fused = spec.head, provider == "fused"
+        self.qkvz = nn.Linear(spec.width, 6 * spec.width, bias=False)
+        self.norm = of_qwen3_next().Qwen3NextRMSNormGated(spec.head, EPS)
+        self.out = nn.Linear(2 * spec.width, spec.width, bias=False)
+
+    def forward(self, x):
+        width = x.shape[-1]
+        parts = self.qkvz(x).split([width, width, 2 * width, 2 * width], -1)
+        q, k, v, z = (t.unflatten(-1, (-1, self.head)) for t in parts)
+        q, k, v = (t.transpose(1, 2) for t in (q.repeat_interleave(2, 2), k.repeat_interleave(2, 2), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        y, z = (t.reshape(-1, self.head) for t in (y, z))  # as transformers does
+        y = fln.fused_gated_rms_norm(y, z, self.norm.weight, None, EPS) if self.is_fused else self.norm(y, z)
+        return self.out(y.view(*x.shape[:-1], -1))
+
+
+class GatedAttention(nn.Module):
+    """Heads twice as wide, eight of q to one of k and v; norms of q and k; y * sigmoid(gate)."""
+
+    def __init__(self, spec, provider):
+        super().__init__()
+        self.head = 2 * spec.head
+        heads = spec.width // spec.head
+        self.sizes = [heads * self.head] * 2 + [max(1, heads // 8) * self.head] * 2
+        self.projections = nn.Linear(spec.width, sum(self.sizes), bias=False)
+        self.of_heads = nn.ModuleList(Norm(spec.op, self.head, provider, is_zero_centered=True) for _ in range(2))
+        self.out = nn.Linear(self.sizes[0], spec.width, bias=False)
+
+    def forward(self, x):
+        q, gate, k, v = self.projections(x).split(self.sizes, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head)) for t in (q, k, v))
+        q, k = (norm(t)[0] for norm, t in zip(self.of_heads, (q, k), strict=True))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        return self.out(y * torch.sigmoid(gate))
 
 
 class MLP(nn.Module):
@@ -157,11 +220,20 @@ class Model(nn.Module):
         super().__init__()
         self.place = spec.place
         is_adaptive = spec.place == "adaptive"
+        if spec.is_hybrid and provider in ("liger", "quack"):
+            raise Unavailable("no gated norm")
+
+        def attention(layer):
+            if not spec.is_hybrid:
+                return Attention(spec, provider)
+            return GatedAttention(spec, provider) if layer % 4 == 3 else LinearAttention(spec, provider)
+
         self.branches = nn.ModuleList(
-            branch for _ in range(spec.layers) for branch in (Attention(spec, provider), MLP(spec))
+            branch for layer in range(spec.layers) for branch in (attention(layer), MLP(spec))
         )
-        self.norms = nn.ModuleList(Norm(spec.op, spec.width, provider, is_adaptive) for _ in self.branches)
-        self.last = Norm(spec.op, spec.width, provider) if spec.place == "pre" else None
+        options = (spec.op, spec.width, provider, is_adaptive, spec.is_hybrid)
+        self.norms = nn.ModuleList(Norm(*options) for _ in self.branches)
+        self.last = Norm(*options) if spec.place == "pre" else None
         if is_adaptive:
             self.modulation = nn.ModuleList(nn.Linear(spec.width, 3 * spec.width) for _ in self.branches)
 
@@ -321,6 +393,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new model after that")
     parser.add_argument("--warm", type=int, metavar="N", help="first fill the compile caches, N processes at a time")
     parser.add_argument("--quick", action="store_true", help="tiny models")
+    parser.add_argument("--record", default="models", help="how the file's name begins (models)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
@@ -336,7 +409,7 @@ def main():
             for size in sizes:
                 results += measure(name, size, mode, args, device, lambda: time.monotonic() - started > args.seconds)
     args.folder.mkdir(parents=True, exist_ok=True)
-    path = args.folder / f"models_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    path = args.folder / f"{args.record}_{time.strftime('%Y%m%d_%H%M%S')}.json"
     options = {key: value for key, value in vars(args).items() if key != "folder" and value != float("inf")}
     path.write_text(json.dumps({"meta": environment() | {"options": options}, "results": results}, indent=1) + "\n")
     table(results)

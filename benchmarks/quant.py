@@ -1,12 +1,16 @@
-"""Norms with a quantized result, against torch.compile of PyTorch operations and against our norm followed by such
-operations, in one run: `python benchmarks/quant.py [FOLDER] [--hidden 1024 4096 8192 16384] [--code float8_e4m3fn]`.
+"""Norms with a quantized result, against PyTorch operations, the same in torch.compile and behind our norm, and the
+kernels of flashinfer and vLLM where these are installed and have it, in one run:
+`python benchmarks/quant.py [FOLDER] [--hidden 1024 4096 8192 16384] [--code float8_e4m3fn] [--cpu]`.
 
 x has 256 MiB of bf16. GPU time of CUDA graphs. `fraction`: of the rate of a copy of x, for the bytes that must be
-moved: x and the codes, with a residual also residual and residual_out. Writes quant_*.json into FOLDER (default:
-benchmarks/output) and prints a table.
+moved: x and the codes, with a residual also residual and residual_out. flashinfer and vLLM write residual_out over
+residual. A provider whose first result is not the norm is reported as WRONG and not timed. Writes quant_*.json into
+FOLDER (default: benchmarks/output) and prints a table. --cpu and --warm are those of benchmarks/fusions.py.
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -14,18 +18,20 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from fusions import EPS, ROOT, Timer, copy_rate
+from fusions import EPS, ROOT, copy_rate, timer_of, warm
 
 sys.path.insert(0, str(ROOT))
 
 import fused_layernorm as fln  # noqa: E402
-from test_benchmark import environment  # noqa: E402
+from test_benchmark import environment, version_of  # noqa: E402
 
-NBYTES = 256 << 20
 GROUP = 128
+ROWS_CHECKED = 64
 # name: (granularity, with a residual)
 CASES = {"tensor": ("tensor", False), "token": ("token", False), "group": ("group", False),
-         "token, residual": ("token", True)}  # fmt: skip
+         "tensor, residual": ("tensor", True), "token, residual": ("token", True)}  # fmt: skip
+# The most that the mean of |decoded result - norm| may be of the mean of |norm|: about twice what rounding makes
+OFF = {"float8_e4m3fn": 0.05, "float8_e5m2": 0.1, "int8": 0.05}
 
 
 def quantize(y, scale, granularity, code):
@@ -44,8 +50,69 @@ def round_to(quotient, largest, code):
     return quotient.clamp(-largest, largest).to(code)
 
 
+def decoded(codes, scale):
+    """The first rows, in float."""
+    rows = codes[:ROWS_CHECKED].float()
+    if scale.numel() == 1:
+        return rows * scale
+    scale = scale.view(len(codes), -1)[:ROWS_CHECKED, :, None]
+    return (rows.unflatten(-1, (scale.shape[1], -1)) * scale).flatten(1)
+
+
+def off_by(function, x, residual, weight, adds):
+    codes, scale, *_ = function(x, residual.clone(), weight)
+    z = (residual + x if adds else x)[:ROWS_CHECKED]
+    y = F.rms_norm(z.float(), z.shape[-1:], weight.float(), EPS)
+    return ((decoded(codes, scale) - y).abs().mean() / y.abs().mean()).item()
+
+
+def flashinfer(granularity, adds, code, scale):
+    if granularity != "tensor" or code == torch.int8 or not importlib.util.find_spec("flashinfer"):
+        return None
+    from flashinfer.norm import fused_add_rmsnorm_quant, rmsnorm_quant
+
+    scale = scale.view(1)
+
+    def call(x, residual, weight):
+        codes = torch.empty_like(x, dtype=code)
+        if adds:
+            fused_add_rmsnorm_quant(codes, x, residual, weight, scale, EPS)
+        else:
+            rmsnorm_quant(codes, x, weight, scale, EPS)
+        return codes, scale
+
+    return call
+
+
+def vllm(granularity, adds, code, scale):
+    if (granularity == "tensor" and code == torch.int8) or not importlib.util.find_spec("vllm"):
+        return None
+    importlib.import_module("vllm._custom_ops")  # it loads the operators
+    ops = torch.ops._C
+
+    def of_tensor(x, residual, weight):
+        codes = torch.empty_like(x, dtype=code)
+        if adds:
+            ops.fused_add_rms_norm_static_fp8_quant(codes, x, residual, weight, scale, EPS)
+        else:
+            ops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPS)
+        return codes, scale
+
+    def of_parts(x, residual, weight):
+        groups = x.shape[-1] // GROUP if granularity == "group" else 1
+        codes, scales = torch.empty_like(x, dtype=code), x.new_empty(len(x), groups, dtype=torch.float32)
+        given = (codes, x, weight, scales, EPS, None, residual if adds else None)
+        if granularity == "group":
+            ops.rms_norm_per_block_quant(*given, GROUP, False)
+        else:
+            ops.rms_norm_dynamic_per_token_quant(*given)
+        return codes, scales
+
+    return of_tensor if granularity == "tensor" else of_parts
+
+
 def providers_of(granularity, adds, code, scale):
-    """Functions of (x, residual, weight)."""
+    """Functions of (x, residual, weight), or None."""
     options = {"scale": scale} if granularity == "tensor" else {"granularity": granularity, "group_size": GROUP}
 
     def fused(x, residual, weight):
@@ -63,26 +130,37 @@ def providers_of(granularity, adds, code, scale):
         return *quantize(y, scale, granularity, code), *([z] if adds else [])
 
     torch.compiler.reset()
-    return {"fused": fused, "compile": torch.compile(in_torch, dynamic=False), "norm, torch": norm_then_torch}
+    found = {"fused": fused, "torch": in_torch, "compile": torch.compile(in_torch, dynamic=False)}
+    found["norm, torch"] = norm_then_torch
+    return found | {peer.__name__: peer(granularity, adds, code, scale) for peer in (flashinfer, vllm)}
 
 
-def measure(timer, copy, hidden_size, code, found):
-    rows = NBYTES // 2 // hidden_size
-    x, residual = (torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    weight = 1 + 0.1 * torch.randn(hidden_size, device="cuda", dtype=torch.bfloat16)
-    scale = torch.tensor(0.02, device="cuda")
+def measure(args, timer, copy, found, hidden_size, device, nbytes):
+    rows, code = nbytes // 2 // hidden_size, getattr(torch, args.code)
+    x, residual = (torch.randn(rows, hidden_size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    weight = 1 + 0.1 * torch.randn(hidden_size, device=device, dtype=torch.bfloat16)
+    scale = torch.tensor(0.02, device=device)
     for name, (granularity, adds) in CASES.items():
         must = x.numel() * (7 if adds else 3)
         line = [f"{hidden_size:6} {name:16} copy {must / copy:6.1f}"]
         for provider, function in providers_of(granularity, adds, code, scale).items():
+            if not function or (args.providers and provider not in args.providers):
+                continue
+            mine = residual.clone()
             try:
-                us = timer.us(lambda function=function: function(x, residual, weight))
+                off = off_by(function, x, residual, weight, adds)
+                if not off < OFF[args.code]:
+                    print(f"{hidden_size} {name} {provider}: WRONG, off by {off:.3f}", flush=True)
+                    continue
+                us = timer.us(lambda function=function, mine=mine: function(x, mine, weight))
             except Exception as error:
                 print(f"{name} {provider}: {type(error).__name__}: {error}"[:200], flush=True)
                 continue
+            if not timer.rounds:
+                continue
             line.append(f"{provider} {us:6.1f} ({must / us / copy:.2f})")
             found.append({
-                "case": name, "code": str(code).removeprefix("torch."), "dtype": "bf16", "rows": rows,
+                "case": name, "code": args.code, "dtype": "bf16", "rows": rows,
                 "hidden_size": hidden_size, "provider": provider, "us": round(us, 2),
                 "fraction": round(must / us / copy, 4),
             })  # fmt: skip
@@ -95,19 +173,31 @@ def main():
     parser.add_argument("folder", nargs="?", default=ROOT / "benchmarks" / "output", type=Path)
     parser.add_argument("--hidden", nargs="*", type=int, default=[1024, 4096, 8192, 16384])
     parser.add_argument("--code", default="float8_e4m3fn", choices=("float8_e4m3fn", "float8_e5m2", "int8"))
+    parser.add_argument("--providers", nargs="*", help='some of fused, torch, compile, "norm, torch", flashinfer, vllm')
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9, help="of a time, each ten launches; 0 only calls (9)")
+    parser.add_argument("--warm", type=int, metavar="N", help="first fill the compile caches, N processes at a time")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU")
-    timer, found, started = Timer(), [], time.monotonic()
-    copy = copy_rate(timer, "cuda", NBYTES)
+    if not args.cpu and not torch.cuda.is_available():
+        raise SystemExit("needs a GPU, or --cpu")
+    device, nbytes = ("cpu", 8 << 20) if args.cpu else ("cuda", 256 << 20)
+    if args.warm:
+        warm(args.warm, args.hidden)
+    if args.cpu:
+        torch.set_num_threads(1)
+    timer, found, started = timer_of(device, args.rounds), [], time.monotonic()
+    copy = copy_rate(timer, device, nbytes)
     print(f"copy {copy / 1e6:.3f} TB/s; us, and the fraction of the copy's rate", flush=True)
     try:
         for hidden_size in args.hidden:
-            measure(timer, copy, hidden_size, getattr(torch, args.code), found)
+            measure(args, timer, copy, found, hidden_size, device, nbytes)
     except KeyboardInterrupt:
         print("interrupted: the record has what was measured")
+    if args.cpu or not args.rounds:
+        return
     args.folder.mkdir(parents=True, exist_ok=True)
     meta = environment() | {"copy_gb_per_s": round(copy / 1e3, 1)}
+    meta |= {name: version_of(name) for name in ("flashinfer-python", "vllm")}
     path = args.folder / f"quant_{time.strftime('%Y%m%d_%H%M%S')}.json"
     path.write_text(json.dumps({"meta": meta, "results": found}, indent=1) + "\n")
     print(f"wrote {path}, {time.monotonic() - started:.0f} s")

@@ -14,7 +14,7 @@
 #   residual   the norms with a residual at five shapes beside all others that are installed
 #   fusions    benchmarks/fusions.py
 #   gated      the same for the gated norm, from 64 columns on
-#   quant      benchmarks/quant.py
+#   quant      benchmarks/quant.py (QUANT: its options)
 #   models     benchmarks/models.py (MODELS: its options)
 # PARTS names them in their order (default: "tests warm benchmark residual fusions"). A "/" begins another row of parts,
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
@@ -39,6 +39,7 @@ RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,655
   --direction forward,backward --providers all --rounds 4"
 FUSIONS="--hidden 1024 1152 1536 4096 8192 --dtype bf16 --compiled 4096"
 GATED="--record gated --only gated_rms_norm --hidden 64 128 256 1024 1536 2048 4096 5120 8192 16384 --dtype bf16 --compiled 128 4096"
+QUANT=${QUANT:-}
 [[ -n ${TORCHINDUCTOR_CACHE_DIR:-} ]] || # fusions.py finds what test_benchmark.py --warm left
   export TORCHINDUCTOR_CACHE_DIR=$PWD/benchmarks/output/cache/inductor \
     TRITON_CACHE_DIR=$PWD/benchmarks/output/cache/triton QUACK_CACHE_DIR=$PWD/benchmarks/output/cache/quack
@@ -155,11 +156,12 @@ part_fusions() {
 
 part_gated() {
   # shellcheck disable=SC2086
-  within "$1" python3 benchmarks/fusions.py "$out" $GATED
+  within "$1" python3 benchmarks/fusions.py "$out" $GATED --warm "$(nproc)"
 }
 
 part_quant() {
-  within "$1" python3 benchmarks/quant.py "$out"
+  # shellcheck disable=SC2086
+  within "$1" python3 benchmarks/quant.py "$out" --warm "$(nproc)" $QUANT
 }
 
 part_models() {

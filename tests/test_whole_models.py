@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-ALL = "gpt_768 gpt_1600 vit_1024 llama_2048 llama_4096 bert_1024 dit_1152 qwen3_2048".split()
+ALL = "gpt_768 gpt_1600 vit_1024 llama_2048 llama_4096 bert_1024 dit_1152 qwen3_2048 qwen3_next_2048".split()
 
 
 @pytest.mark.parametrize("models,modes", [
