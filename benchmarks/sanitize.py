@@ -100,6 +100,7 @@ def list_calls(light=False):
         fused_layer_norm_quant,
         fused_rms_norm,
         fused_rms_norm_quant,
+        fused_sandwich_rms_norm,
     )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -160,6 +161,12 @@ def list_calls(light=False):
         weight, bias = (tensor(dtype, heads, hidden_size) for _ in "wb")
         y = norm(x, weight, bias, normalized_shape=hidden_size)
         backward(y, torch.randn_like(y), ((x, weight, bias), (x,), (weight,)), part)
+
+    def sandwich(rows, hidden_size, dtype, residual_dtype, part=None):
+        leaves = (*(tensor(of, rows, hidden_size) for of in (dtype, residual_dtype)),
+                  *(tensor(dtype, hidden_size) for _ in "ww"))  # fmt: skip
+        results = fused_sandwich_rms_norm(*leaves)
+        backward(results, tuple(torch.randn_like(t) for t in results), (leaves, leaves[:1], leaves[3:]), part)
 
     def quantized(rows, hidden_size, dtype, residual_dtype, code, granularity, norm, part=None):
         x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(dtype, hidden_size) for _ in "wb"))
@@ -276,11 +283,25 @@ def list_calls(light=False):
                 code = draw.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
                 calls.append((quantized, draw.choice((FEW, 37)), hidden_size, dtype, draw.choice((z, None)), code,
                               granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant))))  # fmt: skip
+    for dtype, z in (*mixes, (double, double)):
+        for hidden_size in {*lengths(kinds[dtype], light=True)} & {*lengths(kinds[z], light=True)}:
+            if hidden_size <= 1 << 16:
+                calls.append((sandwich, draw.choice((FEW, 37, 600)), hidden_size, dtype, z))
     draw.shuffle(calls)
     if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
         calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))
         calls = [(*call, part) for call in calls for part in range(3)]
     return calls
+
+
+def is_followed(call):
+    """Whether initcheck sees all writes that the call's kernels read. It does not see those of the copy engine, which
+    writes a ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's."""
+    function, *arguments = call
+    if function.__name__ != "plain" or "memory_efficient" not in arguments[6]:
+        return True
+    hidden_size, dtype = arguments[1:3]
+    return dtype.itemsize != 2 or hidden_size % 8 == 0
 
 
 def make_calls(calls, until):
@@ -380,6 +401,8 @@ def run_tool(tool, shard, until, folder, card, only=None):
         command += ["--kernel-name", "kernel_substring=fused_layernorm", "--racecheck-report", "all"]
     started = time.perf_counter()
     calls = [sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)]
+    if tool == "initcheck":
+        calls += ["--followed"]
     if tool == "racecheck":
         calls += ["--light", "--only", ",".join(map(str, only))]
     done = run(
@@ -418,6 +441,7 @@ def main():
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
     parser.add_argument("--light", action="store_true", help="the calls for racecheck")
+    parser.add_argument("--followed", action="store_true", help="only the calls whose writes initcheck sees")
     parser.add_argument("--only", help="the numbers of the calls")
     parser.add_argument("--shard", default="0/1", help="first/step, of the calls")
     args = parser.parse_args()
@@ -425,6 +449,8 @@ def main():
         return kernels(args.light)
     if args.calls:
         calls = list_calls(args.light)
+        if args.followed:
+            calls = [call for call in calls if is_followed(call)]
         if args.only:
             calls = [calls[int(number)] for number in args.only.split(",")]
         first, of = map(int, args.shard.split("/"))

@@ -5,7 +5,8 @@
 //   mean = is_rms_norm ? 0 : sum(z)/N     rstd = 1/sqrt(sum((z-mean)^2)/N + eps)     x_hat = (z-mean)*rstd
 //   u    = x_hat * (weight + weight_offset) + bias
 //   y    = keep * dropout_scale * activation(u)             epilogue; without one y is u
-//   y    = residual + u                                     with adds_y, and neither stage
+//   y    = residual + u                                     with adds_y, and neither stage; then, with next_y,
+//   next_y = y * (1/sqrt(sum(y^2)/N + next_eps)) * (next_weight + next_weight_offset)
 //
 // A gated norm has neither stage, and a row gate with a value for each element of x. a = gate_activation(row_gate):
 //   gates_y:   z = x                            y = u * a
@@ -122,7 +123,12 @@ struct NormForwardParams : NormStages {
   void* rstd;
   void* mean;
   void* mean_tail;
-  void* workspace;  // norm_forward_workspace_cuda() bytes, 16-byte aligned; contents undefined before and after
+  // The RMSNorm of y as it was rounded, with adds_y, one segment, and y of x_dtype or of fp32 beside 16-bit x. The CPU
+  // kernels do not compute it.
+  const void* next_weight;  // [hidden_size], next_weight_dtype: x_dtype or fp32, aligned as weight; nullptr: 1
+  void* next_y;             // rows, x_dtype; nullptr: there is none
+  void* next_rstd;          // as rstd
+  void* workspace;          // norm_forward_workspace_cuda() bytes, 16-byte aligned; contents undefined before and after
 
   RowStrides x_strides;
   RowStrides residual_strides;
@@ -130,11 +136,14 @@ struct NormForwardParams : NormStages {
   int64_t rows;         // >= 1: the caller returns early when there is nothing to do
   int64_t hidden_size;  // >= 1
   double eps;
+  double next_eps;
+  double next_weight_offset;  // 0 without next_weight
   DType x_dtype;
   DType residual_dtype;
   DType z_dtype;
   DType row_gate_dtype;
   DType weight_dtype;
+  DType next_weight_dtype;
   DType y_dtype;
   bool adds_y;        // goes with no other stage
   bool rounds_x_hat;  // to z_dtype, and the product with weight to the wider of z_dtype and weight_dtype; then there is

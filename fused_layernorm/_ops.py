@@ -175,6 +175,13 @@ if extension or _backend.library:
             gradient(wanted.grad_bias_dtype, of_bias, wanted.grad_bias_dtype),
         )
 
+    sandwich_norm = torch.ops.fused_layernorm.sandwich_norm.default
+
+    @torch.library.register_fake(sandwich_norm)
+    def _(x, residual, weight, next_weight, normalized_ndim, *given):
+        stats = x.new_empty((1, *x.shape[: x.dim() - normalized_ndim]), dtype=reference.accumulation_dtype(x.dtype))
+        return x.new_empty(x.shape), residual.new_empty(x.shape), stats, torch.empty_like(stats)
+
     norm_quant = torch.ops.fused_layernorm.norm_quant.default
 
     @torch.library.register_fake(norm_quant)
@@ -196,7 +203,7 @@ if extension or _backend.library:
         return philox.new_empty((rows, hidden_size), dtype=torch.bool)
 
 else:
-    norm_forward = norm_backward = norm_quant = None
+    norm_forward = norm_backward = sandwich_norm = norm_quant = None
 
 
 def _split(given):
@@ -229,6 +236,12 @@ def call_norm_forward(*arguments):
         return calls.call_norm_forward(*arguments, 0b101)  # y and stats are read
     with torch._C._AutoDispatchBelowAutograd():
         return norm_forward(*arguments)
+
+
+def call_sandwich_norm(*arguments):
+    """sandwich_norm, for which the dispatcher has no autograd."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return sandwich_norm(*arguments)
 
 
 def call_norm_backward(*arguments):

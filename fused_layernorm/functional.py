@@ -401,22 +401,29 @@ def fused_sandwich_rms_norm(
     Returns:
         ``(y, z)``, y of x's dtype and z of residual's; z is rounded once, and y is computed from the rounded values.
 
-    Forward and backward are two passes over memory each; backward adds the gradient that z has from elsewhere within
-    the pass of its norm. The other guarantees and the errors are those of `fused_rms_norm_add`.
+    Forward is one pass over memory, and backward two; backward adds the gradient that z has from elsewhere within the
+    pass of its norm. The other guarantees and the errors are those of `fused_rms_norm_add`.
     """
+    for name, t in (("post_weight", post_weight), ("weight", weight)):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if post_weight is not None and weight is not None and post_weight.shape != weight.shape:
+        raise RuntimeError(f"post_weight must have the shape of weight, {list(weight.shape)}, "
+                           f"got {list(post_weight.shape)}")  # fmt: skip
     given = weight if weight is not None else post_weight
-    if normalized_shape is None and isinstance(given, Tensor):
+    if normalized_shape is None and given is not None:
         normalized_shape = given.shape
-    z = fused_rms_norm_add(
-        x, residual, post_weight, None, eps if post_eps is None else post_eps, normalized_shape=normalized_shape,
-        weight_offset=0.0 if post_weight is None else weight_offset,
-    )  # fmt: skip
+    of_x, of_z = (
+        {"eps": each, "normalized_shape": normalized_shape, "weight_offset": 0.0 if t is None else weight_offset}
+        for each, t in ((eps if post_eps is None else post_eps, post_weight), (eps, weight))
+    )  # type: tuple[dict[str, Any], dict[str, Any]]
+    found = None if is_dynamo_compiling() else _sandwich_at_once(x, residual, post_weight, weight, of_x, of_z)
+    if found is not None:
+        return found
+    z = fused_rms_norm_add(x, residual, post_weight, **of_x)
     if isinstance(weight, Tensor) and z.dtype != x.dtype:
         weight = weight.to(z.dtype)
-    return _norm_of_stream(
-        z, weight, eps=eps, normalized_shape=normalized_shape, weight_offset=0.0 if weight is None else weight_offset,
-        out_dtype=x.dtype,
-    )  # fmt: skip
+    return fused_rms_norm(z, weight, **of_z, out_dtype=x.dtype), z
 
 
 @overload
@@ -960,18 +967,23 @@ def _gated_sum(x, gate, residual, dtype):
     return (residual.to(wide) + x.to(wide) * gate.to(wide)).to(dtype).contiguous()
 
 
-def _norm_of_stream(z, weight, **given):
-    """(RMSNorm(z), z). In eager mode z's other gradient is added in the norm's pass; under torch.compile the fold of
-    integrations/inductor.py does so."""
-    is_eager = not is_dynamo_compiling() and not _ops.is_torchs(z) and _ops.path_of(z, weight) == "kernel"
-    if not is_eager or not _wants_gradients((z, weight)):
-        return fused_rms_norm(z, weight, **given), z
-    call = _DEFAULTS | given | {"is_rms_norm": True}
-    shape = _check(z, None, None, weight, None, call)
-    per_head = _is_per_head(call, weight)
-    options = Options(len(shape), call["eps"], call["weight_offset"], True, drops_y=True, out_dtype=call["out_dtype"],
-                      per_head=per_head)  # fmt: skip
-    return StreamFunction.apply(z, None, None, weight, None, None, options, False)
+def _sandwich_at_once(x, residual, post_weight, weight, of_x, of_z):
+    """(y, z) by the operator of both norms, or None for calls that it does not take: these are two norms, and under
+    torch.compile the fold of integrations/inductor.py makes one operator of them."""
+    tensors = (x, residual, post_weight, weight)
+    is_dense = all(isinstance(t, Tensor) for t in (x, residual)) and not _ops.is_torchs(x)
+    if not is_dense or _ops.path_of(*tensors) != "kernel":
+        return None
+    of_x = _DEFAULTS | of_x | {"is_rms_norm": True, "adds_y": True}
+    shape = _check(x, residual, None, post_weight, None, of_x)
+    if weight is not None and residual.dtype != x.dtype:
+        weight = weight.to(residual.dtype)
+    of_z = _DEFAULTS | of_z | {"is_rms_norm": True}
+    _check(residual, None, None, weight, None, of_z)
+    if _is_per_head(of_x, post_weight, weight):
+        return None
+    options = [Options(len(shape), each["eps"], each["weight_offset"], True, drops_y=True) for each in (of_x, of_z)]
+    return SandwichFunction.apply(x, residual, post_weight, weight, *options)
 
 
 def _gated_norm(x, gate, weight, bias, group_size, **call):
@@ -1115,16 +1127,41 @@ class NormFunction(torch.autograd.Function):
         return *_gradients(ctx, grad_y, grad_z), None, None, None
 
 
-class StreamFunction(NormFunction):
-    """A norm of x, and x: the other gradient of x is an input of the norm's backward."""
+class SandwichFunction(torch.autograd.Function):
+    """z = residual + RMSNorm(x) and y = RMSNorm(z) by one operator, with the backward of two norms."""
 
     @staticmethod
-    def forward(ctx, *arguments):
-        tensors, options = arguments[:6], arguments[6]
-        y, _, stats = _ops.call_norm_forward(*tensors, *options)
-        x = tensors[0]
-        _save(ctx, tensors, options._replace(residual_dtype=x.dtype), x, stats)
-        return y, x
+    def forward(ctx, x, residual, post_weight, weight, of_x, of_z):
+        y, z, stats, next_stats = _ops.call_sandwich_norm(
+            x, residual, post_weight, weight, of_x.normalized_ndim, of_x.eps, of_z.eps, of_x.weight_offset,
+            of_z.weight_offset,
+        )  # fmt: skip
+        ctx.save_for_backward(x, stats, post_weight, z, next_stats, weight)
+        ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[:3]):
+            ctx.mark_non_differentiable(z)
+        ctx.options = of_x._replace(adds_y=True), of_z._replace(residual_dtype=z.dtype)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, post_weight, weight)]
+        return y, z
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_z):
+        x, stats, post_weight, z, next_stats, weight = ctx.saved_tensors
+        x_dtype, residual_dtype, post_dtype, weight_dtype = ctx.dtypes
+        wants_x, wants_residual, wants_post, wants_weight = ctx.needs_input_grad[:4]
+        wants_z, grad_weight = wants_x or wants_residual or wants_post, None
+        if grad_y is not None:
+            grad_z, _, _, grad_weight, _ = _gradients_of(
+                (z, next_stats, None, None, weight, None, None), ctx.options[1],
+                (residual_dtype, None, None, weight_dtype, None), (wants_z, False, False, wants_weight, False),
+                grad_y, grad_z,
+            )  # fmt: skip
+        grad_x, grad_residual, _, grad_post, _ = _gradients_of(
+            (x, stats, None, None, post_weight, None, None), ctx.options[0],
+            (x_dtype, residual_dtype, None, post_dtype, None), (wants_x, wants_residual, False, wants_post, False),
+            grad_z, None,
+        )  # fmt: skip
+        return grad_x, grad_residual, grad_post, grad_weight, None, None
 
 
 def _save(ctx, tensors, options, z, stats):
@@ -1146,17 +1183,21 @@ def _save(ctx, tensors, options, z, stats):
 
 def _gradients(ctx, grad_y, grad_z):
     """The gradients of x, residual, gate, weight and bias."""
+    return _gradients_of(ctx.saved_tensors, ctx.options, ctx.dtypes, ctx.needs_input_grad[:5], grad_y, grad_z)
+
+
+def _gradients_of(saved, options, dtypes, wants, grad_y, grad_z):
+    """The same from what _save() saves; `dtypes` and `wants` are in the order of the gradients."""
     if grad_y is None and grad_z is None:
         return (None,) * 5
-    x_dtype, *dtypes = ctx.dtypes
-    wants = ctx.needs_input_grad[:5]
+    x_dtype, *dtypes = dtypes
     residual_dtype, _, weight_dtype, bias_dtype = (
         dtype if wanted else None for dtype, wanted in zip(dtypes, wants[1:], strict=False)
     )
-    added = grad_y.to(residual_dtype) if ctx.options.adds_y and residual_dtype else None  # perhaps no copy, as of x + y
-    residual_dtype = None if ctx.options.adds_y else residual_dtype
+    added = grad_y.to(residual_dtype) if options.adds_y and residual_dtype else None  # perhaps no copy, as of x + y
+    residual_dtype = None if options.adds_y else residual_dtype
     wanted = Wanted(False, x_dtype, wants[0], wants[2], residual_dtype, weight_dtype, bias_dtype)
-    arguments = (grad_y, grad_z, *ctx.saved_tensors, *ctx.options, *wanted)
+    arguments = (grad_y, grad_z, *saved, *options, *wanted)
     # The reference also if y was unused: a zero gradient times an infinite rstd is NaN
     is_kernels = grad_y is not None and not torch.is_grad_enabled()
     if is_kernels and (is_dynamo_compiling() or not _ops.is_plain_eager()):

@@ -161,6 +161,7 @@ struct Case {
   bool has_gro = false, stats_grad = true, accumulate = false, z_is_y = false, save_stats = true;
   bool wants_x = true, wants_residual = false, wants_weight = true, wants_bias = true, wants_gate = true;
   bool adds_y = false, rounds_x_hat = false;  // adds_y: has_residual without load
+  bool has_next = false;                      // with adds_y
   bool has_row_gate = false, gates_y = true;  // of times only
   Layout layout = kDense;
 };
@@ -397,15 +398,17 @@ void run(const Case& c) {
     s.is_rms_norm = c.rms;
   };
   set_stages(f);
-  Result y, z, rstd, mean, tail;
+  Result y, z, rstd, mean, tail, next_y, next_rstd;
   const auto make_forward = [&](int64_t rows) {
-    y = z = rstd = mean = tail = Result();
+    y = z = rstd = mean = tail = next_y = next_rstd = Result();
     y.make(t.y, rows * n);
     if (c.load) z.make(t.z, rows * n);
     if (c.save_stats) {
       rstd.make(acc, rows);
       if (!c.rms) mean.make(acc, rows), tail.make(acc, rows);
     }
+    if (c.has_next) next_y.make(t.x, rows * n), next_rstd.make(acc, rows);
+    f.next_y = next_y.data, f.next_rstd = next_rstd.data;
     f.y = y.data, f.residual_out = z.data, f.rstd = rstd.data, f.mean = mean.data, f.mean_tail = tail.data;
     f.rows = rows;
   };
@@ -415,6 +418,8 @@ void run(const Case& c) {
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight,
   f.y_dtype = t.y;
   f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
+  f.next_weight = weight.data, f.next_weight_dtype = t.weight, f.next_eps = 1e-3;
+  f.next_weight_offset = c.has_weight ? 0.5 : 0;
   make_forward(rows);
   if (const int error = run_forward(f)) return fail(c, "forward: CUDA error " + std::to_string(error));
   finish(c.name.c_str());
@@ -458,7 +463,8 @@ void run(const Case& c) {
       u[at] = x_hat[at] * w(r, i) + b(r, i);
       want[at] = activated(c.activation, u[at]) + (c.adds_y ? residual.values[at] : 0);
       // The roundings to a 16-bit z: that of x_hat, and that of the product. tests/test_fusions.py has their bits
-      const double e_rounded = c.rounds_x_hat ? 2.5 * unit(f.z_dtype) * std::fabs(u[at]) : 0;  // silu's slope is 1.1
+      const double least = f.z_dtype == DType::kFloat16 ? 0x1p-25 * (1 + std::fabs(w(r, i))) : 0;  // of subnormals
+      const double e_rounded = c.rounds_x_hat ? 2.5 * (unit(f.z_dtype) * std::fabs(u[at]) + least) : 0;  // silu: 1.1
       error[at] = e_rounded + e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) +
                                        std::fabs(b(r, i)) + std::fabs(want[at]));
       if (c.drops_y) want[at] = is_kept(c, r, i) ? want[at] * scale : 0, error[at] *= scale;
@@ -467,6 +473,24 @@ void run(const Case& c) {
   compare(c, "y", y, want, error);
   compare(c, "rstd", rstd, rstds, stat_error);
   compare(c, "mean", mean, means, mean_error);
+  if (c.has_next) {  // of y as it was stored
+    const Values stored = y.values(c, "y");
+    Values next_rstds(rows), next_error(rows);
+    parallel(rows, [&](int64_t r) {
+      double square = 0;
+      for (int64_t i = 0; i < n; ++i) square += stored[r * n + i] * stored[r * n + i];
+      next_rstds[r] = 1 / std::sqrt(square / n + f.next_eps);
+      next_error[r] = next_rstds[r] * e_sum;
+      for (int64_t i = 0; i < n; ++i) {
+        const double factor = weight.data ? weight.values[i] + f.next_weight_offset : 1;
+        want[r * n + i] = stored[r * n + i] * next_rstds[r] * factor;
+        error[r * n + i] = e_sum * std::fabs(want[r * n + i]);
+      }
+    });
+    compare(c, "next_y", next_y, want, error);
+    compare(c, "next_rstd", next_rstd, next_rstds, next_error);
+  }
+  const Result next_all = next_y, next_rstd_all = next_rstd;
   const Result y_all = y, z_all = z, rstd_all = rstd, mean_all = mean, tail_all = tail;
   const int64_t fewer = std::max<int64_t>(1, rows / 3);
   if (c.segments <= 1) {
@@ -474,6 +498,8 @@ void run(const Case& c) {
     if (const int error = run_forward(f)) return fail(c, "forward of fewer rows: CUDA error " + std::to_string(error));
     finish(c.name.c_str());
     same_bits(c, "y", y_all, y, fewer * n);
+    same_bits(c, "next_y", next_all, next_y, fewer * n);
+    same_bits(c, "next_rstd", next_rstd_all, next_rstd, fewer);
     same_bits(c, "residual_out", z_all, z, fewer * n);
     same_bits(c, "rstd", rstd_all, rstd, fewer);
   }
@@ -668,6 +694,12 @@ const Feature kFeatures[] = {
     {"residual after", [](Case& c) { c.adds_y = c.has_residual = true; }},
     {"residual after, padded, no bias, offset",
      [](Case& c) { c.adds_y = c.has_residual = true, c.has_bias = false, c.weight_offset = 1, c.layout = kPadded; }},
+    {"residual after, next norm",
+     [](Case& c) { c.adds_y = c.has_residual = c.has_next = true, c.has_bias = false, c.weight_offset = 0.5; }},
+    {"residual after, next norm, padded, no weight",
+     [](Case& c) {
+       c.adds_y = c.has_residual = c.has_next = true, c.has_weight = c.has_bias = false, c.layout = kPadded;
+     }},
     {"residual after, segments", [](Case& c) { c.adds_y = c.has_residual = true, c.segments = 4; }},
     {"rounded x_hat", [](Case& c) { c.rounds_x_hat = true, c.has_bias = false; }},
     {"rounded x_hat, no weight, padded",
@@ -771,6 +803,7 @@ void add_case(std::vector<Case>& cases, const NamedTypes& types, const Feature& 
   if (!c.load && !c.adds_y) c.t.residual = c.t.x;
   if (!c.load) c.t.z = c.t.x;
   if (c.z_is_y) c.t.y = c.t.x;
+  if (c.has_next) c.t.y = c.t.residual;
   if (n == 1 && !rms && !c.stats_grad) return;  // the torch layer's
   if (n <= 3 && !rms) c.eps = 1e-2;
   c.name = std::string(rms ? "RMS " : "LN ") + types.name + " " + std::to_string(c.rows) + " x " + std::to_string(n) +
@@ -855,6 +888,8 @@ void time_case(const Case& c, const char* dtypes) {
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight;
   f.y_dtype = t.y;
   f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
+  if (c.has_next) f.next_y = take(count * dtype_bytes(t.x)), f.next_rstd = take(rows * 4), f.next_weight = f.weight;
+  f.next_weight_dtype = t.weight, f.next_eps = 1e-5;
   f.y = take(count * dtype_bytes(t.y));
   if (c.load) f.residual_out = take(count * dtype_bytes(t.z));
   f.rstd = take(rows * 4);
@@ -890,7 +925,8 @@ void time_case(const Case& c, const char* dtypes) {
   const int64_t parameters = is_each ? (c.rms ? 1 : 2) * count * dtype_bytes(t.weight) : 0;
   const int64_t gates = is_each && c.has_gate ? count * dtype_bytes(t.x) : 0;
   const int64_t forward_bytes = count * (dtype_bytes(t.x) + dtype_bytes(t.y) + c.load * dtype_bytes(t.z) +
-                                         c.has_residual * dtype_bytes(t.residual) + c.has_row_gate * dtype_bytes(t.x)) +
+                                         c.has_residual * dtype_bytes(t.residual) + c.has_row_gate * dtype_bytes(t.x) +
+                                         c.has_next * dtype_bytes(t.x)) +
                                 parameters + gates;
   const int64_t backward_bytes =
       count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
@@ -965,6 +1001,8 @@ void time_all(const std::string& only) {
        [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.activation = Activation::kGelu; }, few},
       {"residual after rms", "bf16", [](Case& c) { c.adds_y = c.has_residual = true; }, some, true},
       {"residual after rms", "fp32", [](Case& c) { c.adds_y = c.has_residual = true; }, few, true},
+      {"residual after next rms", "bf16", [](Case& c) { c.adds_y = c.has_residual = c.has_next = true; }, some, true},
+      {"residual after next rms", "fp32", [](Case& c) { c.adds_y = c.has_residual = c.has_next = true; }, few, true},
       {"rounded x_hat rms", "bf16", [](Case& c) { c.rounds_x_hat = true; }, some, true},
       {"rounded x_hat residual rms", "bf16",
        [](Case& c) { c.load = c.has_residual = c.has_gro = c.rounds_x_hat = true; }, some, true},

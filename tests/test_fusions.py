@@ -1981,7 +1981,7 @@ def test_sandwich(device, dtype, residual, weights, way):
 
 @on_devices()
 def test_sandwich_in_few_passes(device):
-    """z's two gradients are summed by the norm's backward, and second derivatives are there"""
+    """forward is one operator, z's two gradients are summed by the norm's backward, second derivatives are there"""
     tensors = [torch.randn(*s, device=device, dtype=fp64, requires_grad=True) for s in ((3, 6), (3, 6), (6,), (6,))]
     assert gradcheck(fused_sandwich_rms_norm, tensors) and gradgradcheck(fused_sandwich_rms_norm, tensors)
     if not _backend.has_kernels_for(device):
@@ -1997,7 +1997,9 @@ def test_sandwich_in_few_passes(device):
         fused_sandwich_rms_norm(*frozen, [1.0] * 6)
     with pytest.raises(TypeError, match="residual must be a Tensor"):
         fused_sandwich_rms_norm(tensors[0], None, *tensors[2:])
-    with pytest.raises(RuntimeError, match="weight must have the shape"):
+    with pytest.raises(TypeError, match="post_weight must be a Tensor or None, got float"):
+        fused_sandwich_rms_norm(*tensors[:2], 1.0, tensors[3])
+    with pytest.raises(RuntimeError, match=r"post_weight must have the shape of weight, \[4\], got \[6\]"):
         fused_sandwich_rms_norm(*tensors[:3], tensors[3][:4], normalized_shape=6)
 
 

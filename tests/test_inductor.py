@@ -302,17 +302,27 @@ def sandwich(x, r, m, weight, bias):
     return norm(z, bias, weight) @ m, z
 
 
+def sandwich_of_rms(x, r, m, weight, bias):  # both norms are one operator
+    z = r + fused_rms_norm(x @ m, weight, weight_offset=1.0)
+    return fused_rms_norm(z, bias) @ m, z
+
+
 def residual_of_later(x, r, m, weight, bias):  # the residual is computed after the norm
     y = norm(x, weight, bias)
     return y + (r + x) @ m
 
 
-@pytest.mark.parametrize("function, grad_residual", [(after_block, 0), (sandwich, 1), (residual_of_later, 1)])
-def test_added(device, function, grad_residual):
-    """the norm after the block: the sum goes into the norm before it, and not into the one behind"""
-    expected = {"added": 1, "grad_residual": grad_residual}
+@pytest.mark.parametrize(
+    "function, sandwich, grad_residual",
+    [(after_block, 0, 0), (sandwich, 0, 1), (sandwich_of_rms, 1, 1), (residual_of_later, 0, 1)],
+)
+def test_added(device, function, sandwich, grad_residual):
+    """the norm after the block: the sum goes into the norm before it, and not into the one behind; two RMSNorms around
+    the sum are one operator"""
+    expected = {"added": 1, "sandwich": sandwich, "grad_residual": grad_residual}
     leaves = [leaf(*s, device=device) for s in sizes()]
-    check(function, leaves, {k: v for k, v in expected.items() if v}, {"added": 1})
+    without_gradients = {"added": 1, "sandwich": sandwich}
+    check(function, leaves, *({k: v for k, v in each.items() if v} for each in (expected, without_gradients)))
 
 
 @pytest.mark.parametrize("function", [one_sum, used_elsewhere, chain, flattened, modulated])

@@ -251,6 +251,44 @@ struct StagingMemory {
   uint64_t barriers[kRows];
 };
 
+// The norm behind the addition of a residual, of a row that no cluster shares: from y as it was rounded, in `raw`.
+template <typename Row, typename Plan, typename Held, typename scalar_t, typename acc_t>
+__device__ __forceinline__ void norm_next(RawVec<scalar_t, Plan::kVec> (&raw)[Plan::kVecs], const NextNorm& next,
+                                          int hidden_size, acc_t inverse_n, Moments<acc_t>* scratch) {
+  constexpr int kVec = Plan::kVec, kSpan = Held::kStep / kVec;
+  // The registers are read again: values kept from the first norm would spill
+  unsigned thread, block;
+  asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
+  const int rank = static_cast<int>(thread) % Plan::kThreads;
+  const int64_t row = static_cast<int64_t>(block) * (kForwardThreads<Plan> / Plan::kThreads) + thread / Plan::kThreads;
+  const int slice_col = kByWarps<Plan> ? rank / 32 * Plan::kVecs * Held::kStep : 0, own = rank % kSpan * kVec;
+  const Held held(hidden_size - slice_col, own);
+  if constexpr (Row::kWarps > 1) Row::barrier();  // scratch is used again
+  Moments<acc_t> part = tile_moments<Row, Plan>(raw, held, hidden_size - slice_col, rank, true);
+  part.n = static_cast<acc_t>(held.count_of(Plan::kVecs, rank % kSpan / Row::kLanes * Row::kLanes, Row::kLanes));
+  part = row_moments<Row>(part, inverse_n, scratch, rank);
+  const RowNorm<acc_t> norm = finish_row(part, inverse_n, next, row, rank == 0);
+  scalar_t* y = static_cast<scalar_t*>(next.y) + row * hidden_size + slice_col + own;
+  const auto store = [&](const auto* weight) {
+    using weight_t = std::decay_t<decltype(*weight)>;
+    weight += slice_col + own;
+    held.for_each([&](int v, auto whole) {
+      if (!whole && held.count(v) <= 0) return;
+      acc_t values[kVec], scale[kVec];
+      unpack(load_parameter<kVec>(weight + v * Held::kStep, kVec, next.weight, one_vec<weight_t, kVec>()), scale);
+      unpack(raw[v], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i] + next.weight_offset, acc_t(0));
+      store_vec(y + v * Held::kStep, values);
+    });
+  };
+  if (next.weight_dtype == DType::kFloat32) {
+    store(static_cast<const float*>(next.weight));
+  } else {
+    store(static_cast<const scalar_t*>(next.weight));
+  }
+}
+
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused, typename Staging>
 __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
                                             acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
@@ -480,6 +518,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
             store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
           } else if constexpr (kStaged) {
             staging.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
+          } else if constexpr (kGatesY<Fused>) {
+            raw[v] = pack<scalar_t>(values);  // for norm_next()
+            store_raw(y + own + skip, raw[v]);
           } else {
             store_vec(y + own + skip, values);
           }
@@ -512,6 +553,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       }
     }
     store_by(weight, bias);
+  }
+  if constexpr (kGatesY<Fused>) {
+    if (fused.next.y) norm_next<Row, Plan, Held>(raw, fused.next, hidden_size, inverse_n, scratch);
   }
 }
 

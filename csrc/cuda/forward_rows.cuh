@@ -152,13 +152,13 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
   } else {
     scratch += Row::group() * Row::kWarps;
     const int lane = rank % 32;
-    Moments<T>& mine = scratch[rank / 32];
+    T* const mine = &scratch[rank / 32].n;  // n, m, c, q
+    T* const sum = mine + 2 + lane / 16;
     if (lane == 0) {
-      mine.n = part.n;
-      mine.m = part.m;
-      mine.c = half;
+      mine[0] = part.n;
+      mine[1] = part.m;
     }
-    if (lane == 16) mine.q = half;
+    if (lane % 16 == 0) *sum = half;
     Row::barrier();
     part = merge_moments<Row::kWarps>(scratch[lane % Row::kWarps], inverse_n);
   }

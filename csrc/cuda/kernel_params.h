@@ -31,13 +31,25 @@ struct LoadStage {
   bool rounds_x_hat;  // to the 16-bit type of z, before the product with weight (Llama). There is no bias
 };
 
+// The RMSNorm of y behind the addition of a residual: NormForwardParams::next_y, of x's dtype; nullptr: none.
+struct NextNorm {
+  const void* weight;
+  void* y;
+  void* rstd;
+  DType weight_dtype;  // x_dtype or fp32
+  float eps, weight_offset;
+  static constexpr bool is_rms_norm = true;
+  static constexpr void *mean = nullptr, *mean_tail = nullptr;
+};
+
 // A gated norm's gate, of x's dtype; nullptr: none.
 struct RowGate {
   const void* gate;
   RowStrides strides;
   Activation activation;
   bool gates_y;
-  bool adds;  // the gate is a residual that is added to y; with gates_y, and in forward only
+  bool adds;      // the gate is a residual that is added to y; with gates_y, and in forward only
+  NextNorm next;  // with adds, and y of x's dtype
 };
 
 // The adjoints of the stages around the norm of z. A null pointer is an absent input or an unwanted result.

@@ -454,17 +454,25 @@ void apply_row_gate(const Params& params, const Rows& source, const Rows& gate, 
   });
 }
 
-// A gated norm, or one to which a residual is added: one kernel, or the plain norm and the product or sum. `norm` lacks
-// weight and bias.
+void forward(const NormForwardParams& params, Sequence& run);
+
+// A gated norm, or one to which a residual is added: one kernel, or the plain norm, the product or sum, and the next
+// norm. `norm` lacks weight and bias.
 void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Sequence& run) {
   const DType acc_dtype = accumulation_dtype(params.x_dtype);
   const RowStrides dense = contiguous(params.rows, params.hidden_size);
   const bool adds = params.adds_y, is_after = params.gates_y || adds;
   const Rows gate = adds ? Rows{params.residual, params.residual_strides, params.residual_dtype}
                          : Rows{params.row_gate, params.row_gate_strides, params.row_gate_dtype};
-  if (gate.dtype == params.x_dtype && takes_gate(norm)) {
+  if (gate.dtype == params.x_dtype && takes_gate(norm) && (!params.next_y || params.y_dtype == params.x_dtype)) {
     const Rows read = run.readable(gate, gate.dtype);
-    const RowGate row_gate{read.data, read.strides, params.gate_activation, is_after, adds};
+    const NextNorm next{params.next_weight,
+                        params.next_y,
+                        params.next_rstd,
+                        params.next_weight_dtype,
+                        static_cast<float>(params.next_eps),
+                        static_cast<float>(params.next_weight_offset)};
+    const RowGate row_gate{read.data, read.strides, params.gate_activation, is_after, adds, next};
     complete_statistics(norm, false, run);
     read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
     return run.launch([&](cudaStream_t stream) { return launch_forward(norm, row_gate, stream); });
@@ -486,6 +494,22 @@ void forward_gated(const NormForwardParams& params, KernelForwardParams norm, Se
   read_parameters(params, parameter_dtype(params.weight_dtype, norm.x_dtype), norm, run);
   forward_plain(norm, run);
   if (is_after) apply({product, dense, acc_dtype}, params.y, params.y_dtype);
+  if (!params.next_y) return;
+  NormForwardParams next{};
+  next.x = params.y;
+  next.x_strides = dense;
+  next.x_dtype = params.y_dtype;
+  next.y = params.next_y;
+  next.y_dtype = params.x_dtype;
+  next.weight = params.next_weight;
+  next.weight_dtype = params.next_weight_dtype;
+  next.weight_offset = params.next_weight_offset;
+  next.eps = params.next_eps;
+  next.rstd = params.next_rstd;
+  next.rows = params.rows;
+  next.hidden_size = params.hidden_size;
+  next.is_rms_norm = true;
+  forward(next, run);
 }
 
 void apply_epilogue(const SavedNorm& saved, const Epilogue& epilogue, void* y, DType y_dtype, bool is_double,
@@ -754,7 +778,7 @@ BackwardCall backward_call(const NormBackwardParams& params) {
   stages.grad_input_dtype = params.x_dtype;
   stages.grad_residual_dtype = params.grad_residual ? params.residual_dtype : params.z_dtype;
   if (params.drops_x()) stages.dropout = params.dropout;
-  stages.row_gate = {params.row_gate, params.row_gate_strides, params.gate_activation, params.gates_y, false};
+  stages.row_gate = {params.row_gate, params.row_gate_strides, params.gate_activation, params.gates_y, false, {}};
   stages.grad_row_gate = params.grad_row_gate;
   stages.epilogue = {params.activation, params.drops_y ? params.dropout : Dropout{}};
   stages.has_load_stage = params.has_load_stage || params.gate;

@@ -85,6 +85,7 @@ struct Registration {
     define(schema_of<NormCall>());
     define(schema_of<NormBackwardCall>());
     define(kDropoutMaskSchema);
+    define(schema_of<SandwichCall>());
     define(schema_of<NormQuantCall>());
     implement("CPU");
 #ifdef FUSED_LAYERNORM_WITH_CUDA
@@ -115,6 +116,7 @@ struct Registration {
     libraries.push_back(library);
     check(torch_library_impl(library, "norm_forward", &call_operator<NormCall>, TORCH_TARGET_VERSION));
     check(torch_library_impl(library, "norm_backward", &call_operator<NormBackwardCall>, TORCH_TARGET_VERSION));
+    check(torch_library_impl(library, "sandwich_norm", &call_operator<SandwichCall>, TORCH_TARGET_VERSION));
     check(torch_library_impl(library, "dropout_mask", &call_dropout_mask, TORCH_TARGET_VERSION));
   }
 };

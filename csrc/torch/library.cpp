@@ -31,6 +31,7 @@ void operator_kernel(const c10::OperatorHandle&, Stack* stack) {
 void implement(torch::Library& library) {
   library.impl("norm_forward", torch::CppFunction::makeFromBoxedFunction<&operator_kernel<NormCall>>());
   library.impl("norm_backward", torch::CppFunction::makeFromBoxedFunction<&operator_kernel<NormBackwardCall>>());
+  library.impl("sandwich_norm", torch::CppFunction::makeFromBoxedFunction<&operator_kernel<SandwichCall>>());
   library.impl("dropout_mask", &dropout_mask);
 }
 
@@ -43,6 +44,7 @@ TORCH_LIBRARY(fused_layernorm, library) {
   library.def(fln::schema_of<fln::NormCall>().c_str(), tags);
   library.def(fln::schema_of<fln::NormBackwardCall>().c_str(), tags);
   library.def(fln::kDropoutMaskSchema, tags);
+  library.def(fln::schema_of<fln::SandwichCall>().c_str(), tags);
   library.def(fln::schema_of<fln::NormQuantCall>().c_str(), tags);
 }
 
@@ -59,5 +61,6 @@ TORCH_LIBRARY_IMPL(fused_layernorm, Autograd, library) {
   library.impl("norm_forward", torch::CppFunction::makeFromBoxedFunction<&fused_layernorm::norm_forward_autograd>());
   // Double backward is PyTorch operations (autograd.cpp). Differentiating this operator is an error, never a silent 0.
   library.impl("norm_backward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("sandwich_norm", torch::autograd::autogradNotImplementedFallback());
   library.impl("norm_quant", torch::autograd::autogradNotImplementedFallback());
 }

@@ -188,6 +188,34 @@ struct NormQuantResults {
 // On CUDA, for the calls that NormQuantParams allows.
 NormQuantResults norm_quant(const NormQuantCall& call);
 
+// The norm after a block, the addition and the next norm: z = residual + RMSNorm(x), which NormCall describes, and
+// y = RMSNorm(z) by next_weight, of x's dtype.
+struct SandwichCall : NormCall {
+  at::Tensor next_weight;
+  double next_eps = 0;
+  double next_weight_offset = 0;
+
+  template <class Self, class Function>
+  static void for_each(Self& self, Function&& function) {
+    function("x", self.x);
+    function("residual", self.residual);
+    function("weight", self.weight);
+    function("next_weight", self.next_weight);
+    function("normalized_ndim", self.normalized_ndim);
+    function("eps", self.eps);
+    function("next_eps", self.next_eps);
+    function("weight_offset", self.weight_offset);
+    function("next_weight_offset", self.next_weight_offset);
+  }
+};
+
+struct SandwichResults {
+  at::Tensor y, z;
+  at::Tensor stats, next_stats;  // of the norms of x and of z, as NormResults::stats
+};
+
+SandwichResults sandwich_norm(SandwichCall call);
+
 // The dtype that statistics and sums of `dtype` are kept in.
 at::ScalarType accumulation_type(at::ScalarType dtype);
 

@@ -427,7 +427,11 @@ int64_t check_forward(const NormCall& call) {
 
 void check(const NormCall& call) { check_forward(call); }
 
-NormResults norm_forward(const NormCall& call, bool save_stats) {
+namespace {
+
+// `sandwich`: the same call where a second norm follows (on CUDA), whose results `next` takes.
+NormResults forward_of(const NormCall& call, bool save_stats, const SandwichCall* sandwich = nullptr,
+                       NormResults* next = nullptr) {
   const int64_t segments = check_forward(call), normalized_ndim = call.normalized_ndim;
   const Tensor& x = call.x;
   const at::ScalarType x_dtype = x.scalar_type(), y_dtype = call.y_dtype();
@@ -438,11 +442,13 @@ NormResults norm_forward(const NormCall& call, bool save_stats) {
   NormResults results;
   results.y = empty(x.sizes(), y_dtype, x);
   if (has_load_stage) results.z = empty(x.sizes(), z_dtype, x);
-  if (save_stats) {
+  const auto make_stats = [&] {
     at::DimVector shape(x.sizes().begin(), x.sizes().end() - normalized_ndim);
     shape.insert(shape.begin(), call.is_rms_norm ? 1 : 3);
-    results.stats = empty(shape, accumulation_type(x_dtype), x);
-  }
+    return empty(shape, accumulation_type(x_dtype), x);
+  };
+  if (save_stats) results.stats = make_stats();
+  if (next) *next = {empty(x.sizes(), x_dtype, x), Tensor(), make_stats()};
   if (results.y.numel() == 0) return results;
 
   NormForwardParams params{};
@@ -470,8 +476,43 @@ NormResults norm_forward(const NormCall& call, bool save_stats) {
   params.gate_stride = gate.stride;
   const Affine affine(call.weight, call.bias, x, x_dtype, segments, normalized_ndim);
   affine.point(params);
+  const Affine of_next(sandwich ? sandwich->next_weight : Tensor(), Tensor(), x, x_dtype, 1, normalized_ndim);
+  if (sandwich) {
+    params.next_weight = of_next.weight.data();
+    params.next_weight_dtype = dtype_of(of_next.dtype);
+    params.next_weight_offset = sandwich->next_weight_offset;
+    params.next_eps = sandwich->next_eps;
+    params.next_y = next->y.mutable_data_ptr();
+    params.next_rstd = next->stats.mutable_data_ptr();
+  }
   launch(params, x);
   return results;
+}
+
+}  // namespace
+
+NormResults norm_forward(const NormCall& call, bool save_stats) { return forward_of(call, save_stats); }
+
+SandwichResults sandwich_norm(SandwichCall call) {
+  call.is_rms_norm = call.adds_y = true;
+  NormCall next;
+  next.x = call.residual;
+  next.weight = call.next_weight;
+  next.normalized_ndim = call.normalized_ndim;
+  next.eps = call.next_eps;
+  next.weight_offset = call.next_weight_offset;
+  next.is_rms_norm = true;
+  next.out_dtype = call.x.scalar_type();
+  TORCH_CHECK(check_forward(call) <= 1 && check_forward(next) <= 1, "sandwich_norm takes weights that all rows share");
+  NormResults first, second;
+  if (call.x.is_cuda()) {
+    first = forward_of(call, /*save_stats=*/true, &call, &second);
+  } else {
+    first = norm_forward(call, /*save_stats=*/true);
+    next.x = first.y;
+    second = norm_forward(next, /*save_stats=*/true);
+  }
+  return {std::move(second.y), std::move(first.y), std::move(first.stats), std::move(second.stats)};
 }
 
 namespace {

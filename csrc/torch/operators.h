@@ -2,6 +2,7 @@
 //
 //   norm_forward(Tensor x, Tensor? residual, ...) -> (Tensor y, Tensor z, Tensor stats)
 //   norm_backward(Tensor grad_output, ...) -> (Tensor grad_x, grad_residual, grad_gate, grad_weight, grad_bias)
+//   sandwich_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor z, Tensor stats, Tensor next_stats)
 //   norm_quant(Tensor x, Tensor? residual, ...) -> (Tensor q, Tensor scale, Tensor y, Tensor z)     CUDA only
 //
 // The arguments are those of the lists of fields in norm_call.h, all positional: DTensor caches sharding decisions by
@@ -54,6 +55,13 @@ struct Operator<NormBackwardCall> {
 };
 
 template <>
+struct Operator<SandwichCall> {
+  static constexpr const char* kName = "sandwich_norm";
+  static constexpr const char* kResults = "Tensor y, Tensor z, Tensor stats, Tensor next_stats";
+  static bool is_required(std::string_view tensor) { return tensor == "x" || tensor == "residual"; }
+};
+
+template <>
 struct Operator<NormQuantCall> {
   static constexpr const char* kName = "norm_quant";
   static constexpr const char* kResults = "Tensor q, Tensor scale, Tensor y, Tensor z";
@@ -91,6 +99,11 @@ inline std::array<at::Tensor, 5> results_of(NormBackwardCall& call) {
   if (shares_gradient(call)) found.residual.reset();  // an operator must not return one tensor twice
   return {std::move(found.x), std::move(found.residual), std::move(found.gate), std::move(found.weight),
           std::move(found.bias)};
+}
+
+inline std::array<at::Tensor, 4> results_of(const SandwichCall& call) {
+  SandwichResults found = sandwich_norm(call);
+  return {std::move(found.y), std::move(found.z), std::move(found.stats), std::move(found.next_stats)};
 }
 
 inline std::array<at::Tensor, 4> results_of(const NormQuantCall& call) {

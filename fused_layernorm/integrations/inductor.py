@@ -2,14 +2,14 @@
 
 - A pass over the joint graph of forward and backward, before Inductor splits it. It folds an addition next to one of
   our operators into that operator: `add -> norm_forward` becomes a norm with a residual, `norm_forward -> add` a norm
-  to whose result a residual is added, `norm_backward -> add` a backward with the residual's gradient as input. Casts
-  around a float32 residual stream are folded too.
+  to whose result a residual is added, `norm_backward -> add` a backward with the residual's gradient as input. A norm
+  of such a sum joins the operator of the norm before it. Casts around a float32 residual stream are folded too.
 - Lowerings: the Python code that Inductor generates calls the extension, not the dispatcher. cpp_wrapper, AOTInductor
   and torch.export keep the operators.
 
-`counters` counts the folds in this process: "residual", "added", "grad_residual" and "cast" (graphs from Inductor's
-cache were folded earlier and are not counted). `disable()` and `enable()` turn both hooks off and on for graphs that
-are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at import.
+`counters` counts the folds in this process: "residual", "added", "sandwich", "grad_residual" and "cast" (graphs from
+Inductor's cache were folded earlier and are not counted). `disable()` and `enable()` turn both hooks off and on for
+graphs that are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at import.
 
 The hooks use private APIs of torch. If torch rejects them, there is one warning, and graphs stay unchanged.
 """
@@ -128,7 +128,7 @@ def fold(graph: Graph) -> None:
             if _is(node, _ops.norm_forward) and _is_positional(node):
                 with_residual = _fold_residual(graph, node, writes)
                 _fold_cast(graph, with_residual or node)
-                if with_residual is None:
+                if with_residual is None and not _fold_sandwich(graph, node, writes):
                     _fold_added(graph, node, writes)
             elif _is(node, _ops.norm_backward) and _is_positional(node):
                 _fold_grad_residual(graph, node, writes)
@@ -219,6 +219,52 @@ def _fold_added(graph: Graph, norm: Node, writes: list[Node]) -> None:
     _replace(graph, norm, results, dict(enumerate(parts)))
     _erase_unread(graph, *parts)
     counters["added"] += 1
+
+
+def _fold_sandwich(graph: Graph, norm: Node, writes: list[Node]) -> bool:
+    """RMSNorm of z, where z = residual + RMSNorm(x) is one operator: both norms become sandwich_norm."""
+    z, _, _, weight, _, _, *given = norm.args
+    before = z.args[0] if _is(z, operator.getitem) and z.args[1] == 0 else None
+    if not _is(before, _ops.norm_forward) or not _is_positional(before):
+        return False
+    x, residual, _, post_weight, _, _, *given_before = before.args
+    options, earlier = reference.Options(*given), reference.Options(*given_before)
+    results, results_before = _results(norm), _results(before)
+    plain = reference.Options(earlier.normalized_ndim, 0.0, 0.0, True)
+
+    def is_plain(one: reference.Options, node: Node) -> bool:
+        ignored = {name: getattr(one, name) for name in ("eps", "weight_offset", "stats_grad", "dropout_p", "drops_y")}
+        return one == plain._replace(**ignored) and node.args[2] is node.args[4] is node.args[5] is None
+
+    if (
+        results is None
+        or results_before is None
+        or norm.args[1] is not None
+        or not is_plain(options._replace(out_dtype=None), norm)
+        or not earlier.adds_y
+        or not is_plain(earlier._replace(adds_y=False), before)
+        or any(t is not None and _val(t).dim() != plain.normalized_ndim for t in (weight, post_weight))
+        or any(_val(t).dtype != _val(x).dtype for t in (residual, z))
+        or options.out_dtype not in (None, _val(x).dtype)
+        or _region(before) != _region(norm)
+        or not _is_one_kernel(x, earlier)
+    ):
+        return False
+    place = max([before, *([weight] if weight is not None else [])])
+    if any(user <= place for part in results_before.values() for user in part.users):
+        return False
+    if any(min([before, *before.all_input_nodes]) < write < norm for write in writes):
+        return False
+    new = _insert_behind(place, norm, _ops.sandwich_norm, (
+        x, residual, post_weight, weight, plain.normalized_ndim, earlier.eps, options.eps, earlier.weight_offset,
+        options.weight_offset,
+    ))  # fmt: skip
+    y, z_out, stats, next_stats = _unpack(new)
+    _replace(graph, norm, results, {0: y, 2: next_stats})
+    _replace(graph, before, results_before, {0: z_out, 2: stats})
+    _erase_unread(graph, y, z_out, stats, next_stats)
+    counters["sandwich"] += 1
+    return True
 
 
 def _is_one_kernel(x: Node, options: reference.Options) -> bool:
