@@ -16,6 +16,7 @@ a build of its own, NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK (csrc/cuda/launch_plan
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -294,11 +295,15 @@ def list_calls(light=False):
     return calls
 
 
-def is_followed(call):
-    """Whether initcheck sees all writes that the call's kernels read. It does not see those of the copy engine, which
-    writes a ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's."""
+def is_followed(call, tool):
+    """Whether the tool follows all that the call does. initcheck does not see what the copy engine writes, which is a
+    ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 reports
+    whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that traps there unless
+    __activemask() has all lanes, check_kernels ran to its end."""
     function, *arguments = call
-    if function.__name__ != "plain" or "memory_efficient" not in arguments[6]:
+    if tool == "synccheck" and sanitizer_version().startswith("2025.3"):
+        return all(str(argument) != "torch.float64" for argument in arguments)
+    if tool != "initcheck" or function.__name__ != "plain" or "memory_efficient" not in arguments[6]:
         return True
     hidden_size, dtype = arguments[1:3]
     return dtype.itemsize != 2 or hidden_size % 8 == 0
@@ -334,6 +339,11 @@ def find(name):
     if not found:
         raise SystemExit(f"{name} was not found: it comes with the CUDA toolkit")
     return found
+
+
+@functools.cache
+def sanitizer_version():
+    return re.search(r"Version (\S+)", output(find("compute-sanitizer"), "--version"))[1]
 
 
 def output(*command):
@@ -391,6 +401,8 @@ def run_kernels(until, light, card):
 
 
 def run_tool(tool, shard, until, folder, card, only=None):
+    if time.time() > until:
+        return {"made": 0, "of": None, "summary": None, "clean": True, "exit_status": 0, "seconds": 0}
     log = folder / f"sanitizer_{tool}_{shard[0]}.log"
     command = [find("compute-sanitizer"), "--tool", tool, "--error-exitcode", "99", "--log-file", str(log)]
     if tool == "memcheck":
@@ -401,9 +413,9 @@ def run_tool(tool, shard, until, folder, card, only=None):
         command += ["--kernel-name", "kernel_substring=fused_layernorm", "--racecheck-report", "all"]
     started = time.perf_counter()
     calls = [sys.executable, __file__, "--calls", "--shard", "/".join(map(str, shard)), "--until", str(until)]
-    if tool == "initcheck":
-        calls += ["--followed"]
-    if tool == "racecheck":
+    if tool != "racecheck":
+        calls += ["--followed-by", tool]
+    else:
         calls += ["--light", "--only", ",".join(map(str, only))]
     done = run(
         [*command, *calls],
@@ -432,7 +444,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "benchmarks" / "output")
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--processes", type=int, default=3, help="for each tool")
+    parser.add_argument("--processes", type=int, default=3, help="of each tool at once")
+    parser.add_argument("--restarts", type=int, default=6, help="processes after each other, whose tool's memory grows")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="for all of it; without: till every call is made"
     )
@@ -441,7 +454,7 @@ def main():
     parser.add_argument("--calls", action="store_true", help="only the calls, in this process")
     parser.add_argument("--kernels", action="store_true", help="only which kernels they launch, in this process")
     parser.add_argument("--light", action="store_true", help="the calls for racecheck")
-    parser.add_argument("--followed", action="store_true", help="only the calls whose writes initcheck sees")
+    parser.add_argument("--followed-by", metavar="TOOL", help="only the calls that this tool follows")
     parser.add_argument("--only", help="the numbers of the calls")
     parser.add_argument("--shard", default="0/1", help="first/step, of the calls")
     args = parser.parse_args()
@@ -449,8 +462,8 @@ def main():
         return kernels(args.light)
     if args.calls:
         calls = list_calls(args.light)
-        if args.followed:
-            calls = [call for call in calls if is_followed(call)]
+        if args.followed_by:
+            calls = [call for call in calls if is_followed(call, args.followed_by)]
         if args.only:
             calls = [calls[int(number)] for number in args.only.split(",")]
         first, of = map(int, args.shard.split("/"))
@@ -460,7 +473,7 @@ def main():
         # Not the way out of Python, where one process of 14 was aborted ("terminate called without an active
         # exception") after all its calls
         os._exit(0)
-    version = re.search(r"Version (\S+)", output(find("compute-sanitizer"), "--version"))[1]
+    version = sanitizer_version()
     from test_benchmark import environment
 
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -469,7 +482,9 @@ def main():
     is_racecheck = tools == ["racecheck"]
     name = "racecheck" if is_racecheck else "sanitizer"
     path = args.folder / f"{name}_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
-    with ThreadPoolExecutor(1 + len(tools) * args.processes) as pool:
+    shards = args.processes * (1 if is_racecheck else args.restarts)
+    pools = {tool: ThreadPoolExecutor(args.processes) for tool in tools}
+    with ThreadPoolExecutor(1) as pool:
         until = time.time() + args.seconds
         cards = itertools.cycle(
             [{"CUDA_VISIBLE_DEVICES": card} for card in (args.cards or "").split(",") if card] or [{}]
@@ -477,15 +492,17 @@ def main():
         kernels_run = pool.submit(run_kernels, until, is_racecheck, next(cards))
         only = kernels_run.result().get("calls", []) if is_racecheck else None
         runs = {
-            tool: [pool.submit(run_tool, tool, (first, args.processes), until, args.folder, next(cards), only)
-                   for first in range(args.processes)]
+            tool: [pools[tool].submit(run_tool, tool, (first, shards), until, args.folder, next(cards), only)
+                   for first in range(shards)]
             for tool in tools
         }  # fmt: skip
         for tool, parts in runs.items():
             parts = [part.result() for part in parts]
+            most = max(part["of"] or 0 for part in parts)  # of those that were not begun
             record["sanitizer"].append({
                 "tool": tool, "clean": all(part["clean"] for part in parts),
-                "calls": sum(part["made"] or 0 for part in parts), "of": sum(part["of"] or 0 for part in parts),
+                "calls": sum(part["made"] or 0 for part in parts),
+                "of": sum(part["of"] or most for part in parts),
                 "processes": parts,
             })  # fmt: skip
             path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should time run out
@@ -493,9 +510,9 @@ def main():
         path.write_text(json.dumps(record, indent=1) + "\n")
     for result in record["sanitizer"]:
         said = ", ".join(sorted({str(part["summary"]) for part in result["processes"]}))
-        most = max(part["seconds"] for part in result["processes"])
+        most = sum(part["seconds"] for part in result["processes"]) / args.processes
         verdict = "clean" if result["clean"] else "NOT CLEAN"
-        print(f"{result['tool']:10} {verdict}, {result['calls']} of {result['of']} calls, {most} s: {said}")
+        print(f"{result['tool']:10} {verdict}, {result['calls']} of {result['of']} calls, {most:.0f} s: {said}")
     reached = record["kernels"]
     others, missed = reached.get("for_other_cards"), reached["missed"]
     print(f"kernels: {reached['compiled']}, {others} for other cards, {len(missed)} not reached")

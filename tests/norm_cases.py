@@ -19,7 +19,9 @@ gradients have means that are not 0, gradients have a part along x_hat, and both
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,6 +54,9 @@ DTYPE_NAMES = {fp16: "fp16", bf16: "bf16", fp32: "fp32", fp64: "fp64"}
 OPS = {"layer_norm": fused_layer_norm, "rms_norm": fused_rms_norm}
 HAS_CUDA = torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="torch sees no CUDA device")
+# For tests that run a second time, on the reference backend or on the wheel: of each table of tuples `every_pair`, of
+# each table of cases its core.
+FEW_CASES = bool(os.environ.get("FEW_CASES"))
 
 
 # ---- the ways of a call ----------------------------------------------------------------------------------------------
@@ -95,16 +100,31 @@ def backward_arguments(forward, grad_output, results, *, grad_residual_out=None,
 # ---- devices -------------------------------------------------------------------------------------------------------
 
 
-def on_devices(names="", values=((),), devices=("cpu", "cuda")):
+def every_pair(values):
+    """Of a table of tuples a part in which each value meets every value of every other column that it meets in the
+    table: where no three parameters interact, this finds what the whole table finds."""
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in values}
+    missing, part = set().union(*pairs.values()), []
+    while missing:
+        part.append(max(pairs, key=lambda row: len(pairs[row] & missing)))
+        missing -= pairs[part[-1]]
+    return part
+
+
+def on_devices(names="", values=((),), devices=("cpu", "cuda"), few_on_cpu=False):
     """Parametrize over the devices and, if `names` is given, over `values` (tuples, or pytest.param of them).
 
     Where there is no GPU, all of a test's CUDA cases appear as one skipped test. A case marked cuda_only is left out
-    on the CPU.
+    on the CPU. few_on_cpu: there, `every_pair` of the values. A CUDA kernel is chosen, and compiled, by many parameters
+    at once, a loop of the CPU by few.
     """
     params = []
+    few_on_cpu |= FEW_CASES and names.count(",") > 1
+    if FEW_CASES:
+        values = [value for value in values if getattr(value, "core", False)] or values
     for device in devices:
         marks = (pytest.mark.gpu, NO_CUDA) if device == "cuda" else ()
-        for value in values:
+        for value in every_pair(values) if few_on_cpu and device == "cpu" else values:
             value = value if isinstance(value, tuple) else (value,)
             if device == "cpu" and any(getattr(part, "cuda_only", False) for part in value):
                 continue
@@ -123,6 +143,15 @@ def describe(part):
     if isinstance(part, tuple):
         return "x".join(map(str, part)) or "()"
     return part.__name__ if isinstance(part, type) else str(part)
+
+
+QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def opcheck(operator, arguments, traced=True):
+    """torch.library.opcheck; without its tracing, which takes 50 times as long as all else, where `traced` is false:
+    for numbers that the trace only hands on."""
+    return torch.library.opcheck(operator, arguments, **({} if traced else {"test_utils": QUICK_CHECKS}))
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -829,7 +858,13 @@ ADD_OPS = {"layer_norm": fused_add_layer_norm, "rms_norm": fused_add_rms_norm}
 ADAPTIVE_OPS = {"layer_norm": fused_adaptive_layer_norm, "rms_norm": fused_adaptive_rms_norm}
 AFTER_OPS = {"layer_norm": fused_layer_norm_add, "rms_norm": fused_rms_norm_add}
 GATED_OPS = {"layer_norm": fused_gated_layer_norm, "rms_norm": fused_gated_rms_norm}
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"), "silu": F.silu}
+# gelu without the sum 1 + erf or 1 + tanh, of which nothing is left for large negative numbers, in float64 too
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": lambda y: 0.5 * y * torch.special.erfc(-math.sqrt(0.5) * y),
+    "gelu_tanh": lambda y: y * torch.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y**3)),
+    "silu": F.silu,
+}
 GATES = ACTIVATIONS | {"sigmoid": torch.sigmoid, None: lambda gate: gate}
 ARGUMENTS = ("x", "residual", "weight", "bias", "scale", "shift", "gate")
 GRADIENTS = {"y": "grad_output", "z": "grad_z"}

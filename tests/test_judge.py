@@ -5,6 +5,8 @@ as a kernel does. Into backward go the faults that a weak tolerance lets pass: c
 another row. A judge that passes one of them at any size, dtype or fusion is too weak.
 """
 
+import math
+
 import pytest
 import torch
 from norm_cases import (
@@ -178,32 +180,27 @@ def wrong_outputs(drawn, given, found):
             yield f"one element of {name} not written", {name: last}
 
 
-@on_devices("name,dtype", [(name, dtype) for name in FUSIONS for dtype in (fp16, bf16, fp32, fp64)])
+@on_devices("name,dtype,hidden_size,op", [
+    (name, dtype, hidden_size, op) for name in FUSIONS for dtype in (fp16, bf16, fp32, fp64)
+    for hidden_size in HIDDEN_SIZES for op in (OPS if "rounding" not in FUSIONS[name](dtype, 64) else ("rms_norm",))
+], few_on_cpu=True)  # fmt: skip
 @one_thread()
-def test_planted_faults_of_fusions(device, name, dtype):
+def test_planted_faults_of_fusions(device, name, dtype, hidden_size, op):
     """each fault is judged wrong, and what has none right"""
     if name == "memory_efficient" and _backend.library:
         pytest.skip("the wheel's library alone saves x")
-    passed = []
-    for op in OPS if "rounding" not in FUSIONS[name](dtype, 64) else ("rms_norm",):
-        for hidden_size in HIDDEN_SIZES:
-            drawn = fusion_of(name, op, dtype, hidden_size)
-            given, keeps = drawn.tensors(device), drawn.keeps(device)
-            right = results(drawn, given, keeps)
-            judge_fusion(drawn, given, right)
-            limits = expected_fusion(drawn, given, right.get("z", given["x"]), keeps)
-            wrong = dict(wrong_outputs(drawn, given, right))
-            for fault in BACKWARD_FAULTS:
-                if not (fault.startswith("c2") and op == "rms_norm"):
-                    found = results(drawn, given, keeps, fault)
-                    of_z = ["x", "residual", *(["gate"] if drawn.gate and not drawn.gates_y else [])]
-                    wrong |= {f"{fault}, gradient of {n}": {n: found[n]} for n in of_z if n in found}
-            passed += [
-                f"{op} {hidden_size}: {what}"
-                for what, found in wrong.items()
-                if is_right(compare_with_limits, drawn, given, found, limits)
-            ]
-    assert not passed
+    drawn = fusion_of(name, op, dtype, hidden_size)
+    given, keeps = drawn.tensors(device), drawn.keeps(device)
+    right = results(drawn, given, keeps)
+    judge_fusion(drawn, given, right)
+    limits = expected_fusion(drawn, given, right.get("z", given["x"]), keeps)
+    wrong = dict(wrong_outputs(drawn, given, right))
+    for fault in BACKWARD_FAULTS:
+        if not (fault.startswith("c2") and op == "rms_norm"):
+            found = results(drawn, given, keeps, fault)
+            of_z = ["x", "residual", *(["gate"] if drawn.gate and not drawn.gates_y else [])]
+            wrong |= {f"{fault}, gradient of {n}": {n: found[n]} for n in of_z if n in found}
+    assert not [what for what, found in wrong.items() if is_right(compare_with_limits, drawn, given, found, limits)]
 
 
 @on_devices("dtype", [fp16, bf16, fp32, fp64])
@@ -228,3 +225,14 @@ def test_planted_faults_of_plain_norms(device, dtype):
                 if is_right(check, drawn.case, inputs, found, tuple(found))
             ]
     assert not passed
+
+
+def test_truth_of_gelu_far_from_zero():
+    """the truth keeps its digits where 1 + erf and 1 + tanh have none left"""
+    t = torch.tensor([-10.0, -14.0], dtype=torch.float64)
+    tails = {
+        "gelu": [0.5 * u * math.erfc(-u / math.sqrt(2)) for u in t.tolist()],
+        "gelu_tanh": [u * math.exp(math.sqrt(8 / math.pi) * (u + 0.044715 * u**3)) for u in t.tolist()],
+    }
+    for activation, tail in tails.items():
+        torch.testing.assert_close(ACTIVATIONS[activation](t), torch.tensor(tail, dtype=t.dtype), rtol=1e-12, atol=0)
