@@ -177,6 +177,32 @@ def add_rows(record):
             for op in ("add_layer_norm", "add_rms_norm") for direction in ("forward", "backward"))]  # fmt: skip
 
 
+def gated_rows(record):
+    """us of each provider, and what ours are of the copy's rate; the gate after the norm, then before it."""
+    results, providers = record["results"], ("fused", "fla", "mamba_ssm", "compile", "torch")
+    for n in dict.fromkeys(r["hidden_size"] for r in results):
+        row = [str(n)]
+        for direction in ("forward", "backward"):
+            of = [r for r in results if r["hidden_size"] == n and r["direction"] == direction]
+            first = [r for r in of if r["fusion"] == "gated_rms_norm"]
+            row.append(cell(first, providers, us(0)))
+            ours = [f"{r['fraction']:.2f}" for r in of if r["provider"] == "fused"]
+            row.append(", ".join(ours))
+        yield row
+
+
+def block_rows(record):
+    results = {r["provider"]: r for r in record["results"]}
+    for provider, name in (
+        ("torch", "transformers' classes"),
+        ("replaced", "`replace_norms`"),
+        ("fused", "fused calls"),
+    ):
+        r = results[provider]
+        yield [name, f"{r['ms']:.1f}", f"{results['torch']['ms'] / r['ms']:.2f}", f"{100 * r['spread']:.1f}%",
+               str(r["peak_mib"])]  # fmt: skip
+
+
 def gain(run, provider):
     """torch's time of a step / the provider's, and the larger spread of the two; None without figures."""
     torch, other = run.get("torch"), run.get(provider)
@@ -238,6 +264,8 @@ TABLES = (
     ("benchmarks/README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
     ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
+    ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
+    ("docs/fusions.md", "| norms of the blocks |", "qwen3_next_*.json", newest, block_rows),
     ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", newest, add_rows),
 )
 
