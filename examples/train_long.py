@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and 40 steps, to see that all works")
     args = parser.parse_args()
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    args.context, args.batch, args.hidden_size, args.layers = (48, 8, 64, 2) if args.quick else (128, 32, 256, 4)
+    args.context, args.batch, args.hidden_size, args.layers = (32, 4, 64, 2) if args.quick else (128, 32, 256, 4)
     args.steps = 40 if args.quick else args.steps
     args.out.mkdir(parents=True, exist_ok=True)
 
@@ -130,7 +130,7 @@ def main() -> None:
         (dtype, int(seed), name)
         for dtype in args.dtype.split(",") for seed in args.seeds.split(",") for name in COLOURS
     ]  # fmt: skip
-    text = python_documentation()
+    text = python_documentation(12 if args.quick else None)
     with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = {run: pool.submit(train, args, text, *run, number) for number, run in enumerate(runs)}
         found = {run: future.result() for run, future in found.items()}

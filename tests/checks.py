@@ -5,12 +5,12 @@ import gc
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import run_code
 
 from fused_layernorm import replace_norms, restore_norms
 from fused_layernorm._build import toolchain
@@ -129,12 +129,13 @@ def run_package(program, x, folder):
         pytest.skip(f"needs a C++ compiler: {toolchain.cxx_problem()}")
 
     def run(program):
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+        # The C++ around the kernels is compiled once, and not for speed
+        options = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(folder / "model.pt2"), inductor_configs=options
+        )
         torch.save(x, folder / "x.pt")
-        return subprocess.run(
-            [sys.executable, "-c", LOAD_AND_RUN, package, folder / "x.pt", folder / "y.pt"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        ).returncode
+        return run_code(LOAD_AND_RUN, package, folder / "x.pt", folder / "y.pt").returncode
 
     status = run(program)
     if status < 0:  # by a signal

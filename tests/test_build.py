@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from checks import build_environment
+from fork_server import run_code
 
 import fused_layernorm
 from fused_layernorm import _backend, _ops
@@ -257,8 +258,12 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+# As `python -m fused_layernorm`.
+DIAGNOSIS = "import runpy; runpy.run_module('fused_layernorm', run_name='__main__', alter_sys=True)"
+
+
 def test_diagnosis():
-    result = run_python("-m", "fused_layernorm", "--json")
+    result = run_code(DIAGNOSIS, "--json")
     found = json.loads(result.stdout)
     assert result.returncode == (1 if found["problems"] else 0), result.stderr
     assert found["torch"] == torch.__version__ and found["backend"] == _backend.backend and found["reason"]
@@ -270,34 +275,31 @@ def test_diagnosis():
 
 
 def test_diagnosis_into_a_closed_pipe():
-    program = f"{sys.executable} -m fused_layernorm --json | true"
-    result = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert result.stderr == ""
+    # As a reader that has gone, such as `| true`: the first write fails.
+    code = f"import os; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1)\n{DIAGNOSIS}"
+    assert run_code(code, "--json").stderr == ""
 
 
 def test_version():
-    printed = run_python("-m", "fused_layernorm", "--version").stdout
+    printed = run_code(DIAGNOSIS, "--version").stdout
     assert printed.split() == ["fused_layernorm", fused_layernorm.__version__]
 
 
 def test_diagnosis_of_a_broken_backend(tmp_path):
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text("raise ImportError('undefined symbol')")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['x']; "
-        "import runpy; runpy.run_module('fused_layernorm', run_name='__main__')"
-    )
-    result = run_python("-c", code, FUSED_LAYERNORM_BACKEND="")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{DIAGNOSIS}"
+    result = run_code(code, environment={"FUSED_LAYERNORM_BACKEND": ""})
     assert result.returncode == 1
     assert "PROBLEM:" in result.stdout and "undefined symbol" in result.stdout and _backend.MEND in result.stdout
     assert result.stderr.count("RuntimeWarning") == 1 and "Traceback" not in result.stderr
 
 
 def test_environment_variables_reach_the_loader():
-    result = run_python("-c", "import fused_layernorm; print(fused_layernorm.backend())", FUSED_LAYERNORM_BACKEND="no")
-    assert result.returncode != 0 and "FUSED_LAYERNORM_BACKEND must be" in result.stderr
     code = "from fused_layernorm import _ops, backend; print(backend(), _ops.norm_forward)"
-    assert run_python("-c", code, FUSED_LAYERNORM_BACKEND="reference").stdout.split() == ["reference", "None"]
+    result = run_code(code, environment={"FUSED_LAYERNORM_BACKEND": "no"})
+    assert result.returncode != 0 and "FUSED_LAYERNORM_BACKEND must be" in result.stderr
+    assert run_code(code, environment={"FUSED_LAYERNORM_BACKEND": "reference"}).stdout.split() == ["reference", "None"]
 
 
 # ---- architectures ---------------------------------------------------------------------------------------------------
@@ -535,18 +537,33 @@ def test_source_hash(tmp_path):
 
 # ---- build() and FUSED_LAYERNORM_JIT=1 -------------------------------------------------------------------------------
 
-# An extension that compiles in seconds, in place of the real one: what the package takes from it, and nothing else.
+# An extension that compiles in a second, in place of the real one: what the package takes from it, and nothing else.
+# Its functions are Python's: the headers of torch alone take 10 s.
 SMALL_EXTENSION = """
-#include <pybind11/pybind11.h>
-#include <torch/library.h>
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  for (const char* name : {"norm", "try_norm", "takes_kernel", "y_tells_x", "set_callbacks", "count_optimizer_step",
-                           "refuse_cuda_tensors"})
-    module.def(name, [](pybind11::args) {});
+#include <Python.h>
+
+static const char kContent[] =
+    "import torch\\n"
+    "names = 'norm try_norm takes_kernel y_tells_x set_callbacks count_optimizer_step refuse_cuda_tensors'\\n"
+    "globals().update((name, lambda *arguments: None) for name in names.split())\\n"
+    "library = torch.library.Library('fused_layernorm', 'DEF')\\n"
+    "for name in ('norm_forward', 'norm_backward', 'norm_quant', 'sandwich_norm', 'dropout_mask'):\\n"
+    "    library.define(f'{name}(Tensor x) -> Tensor')\\n";
+
+static int fill(PyObject* module) {
+  PyObject* scope = PyModule_GetDict(module);
+  PyDict_SetItemString(scope, "__builtins__", PyEval_GetBuiltins());
+  PyObject* result = PyRun_String(kContent, Py_file_input, scope, scope);
+  Py_XDECREF(result);
+  return result == nullptr ? -1 : 0;
 }
-TORCH_LIBRARY(fused_layernorm, library) {
-  for (const char* name : {"norm_forward", "norm_backward", "norm_quant", "dropout_mask"})
-    library.def((std::string(name) + "(Tensor x) -> Tensor").c_str());
+
+#define NAME_OF(name) PyInit_##name
+#define INIT(name) NAME_OF(name)
+PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
+  static PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(&fill)}, {0, nullptr}};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "small", nullptr, 0, nullptr, slots};
+  return PyModuleDef_Init(&definition);
 }
 """
 
@@ -564,10 +581,9 @@ def not_built(tmp_path_factory):
     hide += f"u.find_spec = lambda name, package=None: None if name in {NAMES} else real(name, package)\n"
 
     def run(code: str, **environment: str) -> subprocess.CompletedProcess:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_LAYERNORM")}
+        clean = {name: None for name in os.environ if name.startswith("FUSED_LAYERNORM")}
         clean |= environment_of_build | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-        command = [sys.executable, "-c", hide + code]
-        return subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=300)
+        return run_code(hide + code, cwd=folder, environment=clean | environment)
 
     run.folder = folder
     return run

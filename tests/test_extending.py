@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checks import DEVICES, build_environment
+from fork_server import run_code
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -19,23 +20,38 @@ new_op = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(new_op)
 
 
-def run(*command, cwd, path=(), device="cpu", **environment):
-    paths = [*map(str, path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "2"} | environment
-    environment = os.environ | build_environment(device) | environment
+def run(*command, cwd, device="cpu"):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | build_environment(device) | {"PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
-def run_its_tests(folder, name, device, **options):
+# As `python -m pytest -v test_NAME.py` and `python benchmark_NAME.py --quick`, in one process.
+TEST_AND_BENCHMARK = """
+import os, runpy, sys, pytest, torch
+torch.set_num_threads(2)
+name = sys.argv.pop(1)
+status = pytest.main(["-v", "-p", "no:cacheprovider", "--rootdir=.", f"test_{name}.py"])
+if status:
+    sys.exit(int(status))
+print("the benchmark:")
+sys.argv = [f"benchmark_{name}.py", "--quick"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_its_tests(folder, name, device, path=(), **environment):
     """Its tests pass, and there are some of that device among them; its benchmark prints a time for it."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir=.", f"test_{name}.py"]
-    printed = run(*command, cwd=folder, device=device, **options)
-    assert len(re.findall(rf"{device}\S* PASSED", printed)) > 10
-    printed = run(sys.executable, f"benchmark_{name}.py", "--quick", cwd=folder, device=device, **options)
-    assert ("on the CPU" in printed) == (device == "cpu")
-    assert len(re.findall(r"\d\.\d", printed)) >= 5
+    paths = [*map(str, path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = build_environment(device) | {"PYTHONPATH": os.pathsep.join(paths)} | environment
+    done = run_code(TEST_AND_BENCHMARK, name, cwd=folder, environment=environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    tests, benchmark = done.stdout.split("the benchmark:")
+    assert len(re.findall(rf"{device}\S* PASSED", tests)) > 10
+    assert ("on the CPU" in benchmark) == (device == "cpu")
+    assert len(re.findall(r"\d\.\d", benchmark)) >= 5
 
 
 @pytest.mark.parametrize("device", DEVICES)

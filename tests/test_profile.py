@@ -1,15 +1,13 @@
 """fused_layernorm.profile: it finds what is there, measures it, says so honestly, and leaves the model as it was."""
 
 import copy
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from checks import DEVICES
+from fork_server import run_code
 from norm_cases import (
     one_thread,
 )
@@ -177,10 +175,9 @@ def test_command_line(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef make():\n    return torch.nn.Sequential(torch.nn.LayerNorm(16)), torch.randn(4, 16)\n"
     )
-    command = [sys.executable, "-m", "fused_layernorm", "profile", "--seconds", "0.05", "--device", "cpu", "--train"]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run([*command, "mine.py:make"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    code = "import runpy; runpy.run_module('fused_layernorm', run_name='__main__', alter_sys=True)"
+    options = ["profile", "--seconds", "0.05", "--device", "cpu", "--train"]
+    result = run_code(code, *options, "mine.py:make", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert f"on cpu, backend {fused_layernorm.backend()}" in result.stdout
     assert "1 norm modules: 1 replaced, 0 left" in result.stdout and "training step" in result.stdout

@@ -1,13 +1,12 @@
 """What surrounds the package: workflows, make, the newcomer's script, the citation."""
 
-import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_server import run_code
 
 import fused_layernorm
 
@@ -43,9 +42,8 @@ def test_reasons_of_skipped_tests_are_counted(tmp_path):
     (tmp_path / "test_skips.py").write_text(
         "import pytest\n\n\n@pytest.mark.parametrize('i', range(3))\ndef test(i):\n    pytest.skip('no such card')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", str(tmp_path), "test_skips.py"]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    arguments = ["-q", "-p", "conftest", "--rootdir", str(tmp_path), "test_skips.py"]
+    done = run_code(f"import pytest; pytest.main({arguments})", cwd=tmp_path)
     assert re.search(r"^ +3 no such card$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 

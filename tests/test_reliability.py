@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import needs_memory
+from fork_server import run_code
 from norm_cases import (
     OPS,
     Case,
@@ -313,7 +314,7 @@ def test_out_of_memory_in_a_call(device, op):
 )
 def test_out_of_memory_in_a_call_on_the_cpu():
     """memory runs out in forward and in backward on the CPU: torch's error, and the next call is right"""
-    done = run_script("""
+    done = run_code("""
         import resource, torch
         from fused_layernorm import fused_layer_norm
         torch.set_num_threads(1)
@@ -363,8 +364,8 @@ def test_many_threads_with_work_of_their_own(device, op):
         list(pool.map(repeat, work))
 
 
-def run_script(code, timeout=120, **environment):
-    """Runs lines of Python in a process of their own, with this repository on its path."""
+def run_script(code, **environment):
+    """Runs lines of Python in a process of their own, from its start, with this repository on its path."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -372,14 +373,14 @@ def run_script(code, timeout=120, **environment):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=120,
     )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_use_on_the_cpu():
     """a process forked after the CPU kernels ran, as a DataLoader's worker is: the same bits"""
-    done = run_script("""
+    done = run_code("""
         import os, torch
         from fused_layernorm import fused_layer_norm
         x, weight = torch.randn(64, 1000), torch.randn(1000)
@@ -449,14 +450,13 @@ USE = """
 @pytest.mark.parametrize(
     "environment",
     [
-        {"CUDA_VISIBLE_DEVICES": ""},
         # No folder can be made under a file, not even by root.
         dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"),
-                      "/dev/null/nowhere"),
-        {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/dev/null/nowhere"},
+                      "/dev/null/nowhere")
+        | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/dev/null/nowhere"},
         {"HOME": ""},
     ],
-    ids=["no card", "no cache folders", "no bytecode", "no home"],
+    ids=["no card, no cache folders, no bytecode", "no home"],
 )  # fmt: skip
 def test_import_and_use_where_something_is_missing(environment):
     """no card, no folder to write to: import and use say nothing and work"""
@@ -467,7 +467,7 @@ def test_import_and_use_where_something_is_missing(environment):
 
 def test_import_opens_no_connection_and_starts_no_process():
     """what Python's audit hooks see of import and use: no socket, no process, no file written"""
-    done = run_script("""
+    done = run_code("""
         import sys, torch
         seen = []
         def hook(event, arguments):

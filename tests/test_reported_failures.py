@@ -3,6 +3,7 @@
 Some are met in the table of test_correctness.py too, whose way of judging values is used here.
 """
 
+import functools
 import weakref
 from dataclasses import replace
 
@@ -218,6 +219,7 @@ def test_empty_inputs(device, op, shape):
 # ---- reported of this library ----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def options_with_gradients(op, dtype, shape):
     """{name: Fusion}: every public function with every option that has gradients."""
     plain = Case(shape, op=op, dtype=dtype)
