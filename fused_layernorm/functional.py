@@ -1237,13 +1237,17 @@ def _register_autograd() -> torch.library.Library:
                                       "functions of fused_layernorm have one")  # fmt: skip
         return OperatorFunction.apply(*arguments, keys) if _wants_gradients(given) else redispatched(keys, arguments)
 
-    def refuse(ctx, *gradients):
-        raise RuntimeError("the derivative of torch.ops.fused_layernorm.norm_backward is not implemented; the "
-                           "functions of fused_layernorm have double backward")  # fmt: skip
+    def refuse(name):
+        def backward(ctx, *gradients):
+            raise RuntimeError(f"the derivative of torch.ops.fused_layernorm.{name} is not implemented; the "
+                               "functions of fused_layernorm have it")  # fmt: skip
+
+        return backward
 
     library = torch.library.Library("fused_layernorm", "IMPL")
     library.impl(_ops.norm_forward, forward, "Autograd", with_keyset=True)
-    torch.library.register_autograd(_ops.norm_backward, refuse)
+    torch.library.register_autograd(_ops.norm_backward, refuse("norm_backward"))
+    torch.library.register_autograd(_ops.sandwich_norm, refuse("sandwich_norm"))
     return library
 
 

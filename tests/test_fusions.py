@@ -2014,6 +2014,12 @@ def test_sandwich_in_few_passes(device):
     assert not z.requires_grad
     x_hat = OPS["rms_norm"](z, normalized_shape=6)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), tensors[3])[0], x_hat.sum(0))
+    numbers = (1, 1e-5, 1e-3, 0.0, 1.0)  # normalized_ndim, the two eps and offsets
+    opcheck(_ops.sandwich_norm, [*(t.detach() for t in tensors), *numbers])
+    with pytest.raises(RuntimeError, match="residual must have x's shape"):
+        _ops.sandwich_norm(tensors[0], tensors[1][:1], *tensors[2:], *numbers)
+    with pytest.raises(RuntimeError, match="derivative .*sandwich_norm is not implemented"):
+        _ops.sandwich_norm(*tensors, *numbers)[0].sum().backward()
     with pytest.raises(TypeError, match="weight must be a Tensor or None, got list"):
         fused_sandwich_rms_norm(*frozen, [1.0] * 6)
     with pytest.raises(TypeError, match="residual must be a Tensor"):
