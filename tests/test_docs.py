@@ -183,7 +183,7 @@ def test_the_operators_on_the_page_have_their_schemas():
     page = (DOCS / "pytorch.md").read_text()
     block = re.search(r"```\n(fused_layernorm::.*?)```", page, re.DOTALL)[1]
     quoted = ["".join(schema.split()) for schema in block.split("\n\n")]
-    names = ("norm_forward", "norm_backward", "norm_quant", "dropout_mask")
+    names = ("norm_forward", "norm_backward", "sandwich_norm", "norm_quant", "dropout_mask")
     operators = [getattr(torch.ops.fused_layernorm, name) for name in names]
     assert quoted == ["".join(str(operator.default._schema).split()) for operator in operators]
 
