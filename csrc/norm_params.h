@@ -212,7 +212,7 @@ struct NormQuantParams : NormForwardParams {  // y: of x_dtype; nullptr: unwante
   float* scales;  // found: of group g of row r at r * scale_row_stride + g * scale_group_stride
   int64_t scale_row_stride;
   int64_t scale_group_stride;
-  int64_t group_size;     // adjacent columns that share a scale: hidden_size, or a power of two from 16 to 128
+  int64_t group_size;     // adjacent columns that share a scale: hidden_size, or 32, 64 or 128
   float inverse_largest;  // 1 / the largest code
   CodeDType code_dtype;
 };

@@ -48,8 +48,9 @@ def set_callbacks(fallback, record) -> None:
     if extension:
         extension.set_callbacks(fallback, reference.norm_backward, _watch_optimizers)
     elif calls:
-        calls.setup(torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg, is_plain_eager, record, fallback,
-                    (norm_forward, norm_backward), reference.DTYPES, "cuda" in _backend.KERNEL_DEVICES)  # fmt: skip
+        operators = {op._opname: op for op in (norm_forward, norm_backward, sandwich_norm)}
+        calls.setup(torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg, is_plain_eager, record, fallback, operators,
+                    reference.DTYPES, "cuda" in _backend.KERNEL_DEVICES)  # fmt: skip
     else:
         norm = fallback
 
@@ -240,6 +241,8 @@ def call_norm_forward(*arguments):
 
 def call_sandwich_norm(*arguments):
     """sandwich_norm, for which the dispatcher has no autograd."""
+    if calls:
+        return calls.call_sandwich_norm(*arguments, 0b1111)
     with torch._C._AutoDispatchBelowAutograd():
         return sandwich_norm(*arguments)
 
@@ -266,7 +269,7 @@ def takes_quantized(x, residual, z_dtype, hidden_size: int, group_size: int, has
         return False
     if hidden_size % (16 // x.dtype.itemsize) or (residual is not None and residual.dtype != z_dtype):
         return False
-    if group_size != hidden_size and group_size not in (16, 32, 64, 128):
+    if group_size != hidden_size and group_size not in (32, 64, 128):
         return False
     if has_segments and not torch.compiler.is_compiling() and x.numel() >= 2**31 * hidden_size:
         return False  # kernels count rows of segments in 32 bits

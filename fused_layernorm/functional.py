@@ -1246,8 +1246,8 @@ def _register_autograd() -> torch.library.Library:
 
     library = torch.library.Library("fused_layernorm", "IMPL")
     library.impl(_ops.norm_forward, forward, "Autograd", with_keyset=True)
-    torch.library.register_autograd(_ops.norm_backward, refuse("norm_backward"))
-    torch.library.register_autograd(_ops.sandwich_norm, refuse("sandwich_norm"))
+    for op in (_ops.norm_backward, _ops.sandwich_norm, _ops.norm_quant):
+        torch.library.register_autograd(op, refuse(op._opname))
     return library
 
 

@@ -4,6 +4,7 @@ Most tests run the pass in a backend that ends in eager mode (`fold_backend`), w
 partitioner: the graphs are the same, and no C++ is compiled.
 """
 
+import operator
 import sys
 import types
 import warnings
@@ -322,8 +323,135 @@ def test_added(device, function, sandwich, grad_residual):
     check(function, leaves, *({k: v for k, v in each.items() if v} for each in (expected, without_gradients)))
 
 
-@pytest.mark.parametrize("function", [used_elsewhere, chain, flattened, modulated])
-def test_symbolic_sizes(device, function):
+def conditions(r, m):
+    """scale and shift of each sample"""
+    return (r[:, 0] @ m).unsqueeze(1), (r[:, 1] @ m).unsqueeze(1)
+
+
+def plain(x):
+    return fused_layer_norm(x, normalized_shape=SIZE)
+
+
+def adaptive(x, r, m, weight, bias):
+    scale, shift = conditions(r, m)
+    return (plain(x) * (1 + scale) + shift).to(m.dtype) @ m
+
+
+def adaptive_of_sum(x, r, m, weight, bias):
+    scale, shift = conditions(r, m)
+    z = x + x @ m
+    return (shift + (scale + 1) * plain(z)) @ m, z
+
+
+def adaptive_rms_norm(x, r, m, weight, bias):  # a factor that is not 1 + scale, and no sum
+    return fused_rms_norm(x, normalized_shape=SIZE) * conditions(r, m)[0], m + 1
+
+
+def adaptive_frames(x, r, m, weight, bias):
+    scale, shift = (t[None] for t in conditions(r, m))
+    return (plain((x @ m)[None]) * (1 + scale) + shift) @ m
+
+
+def adaptive_unlearned_scale(x, r, m, weight, bias):
+    scale, shift = conditions(r, m)
+    return (plain(x) * (1 + scale.detach()) + shift) @ m
+
+
+def adaptive_of_all_rows(x, r, m, weight, bias):
+    return (plain(x) * (1 + weight[None, None]) + bias[None, None]) @ m
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize(
+    "function",
+    [adaptive, adaptive_of_sum, adaptive_rms_norm, adaptive_frames, adaptive_unlearned_scale, adaptive_of_all_rows],
+)
+def test_modulation(device, function, dtype):
+    leaves = [leaf(*s, device=device, dtype=dtype) for s in sizes()]
+    of_sum = function is adaptive_of_sum
+    training = {"modulation": 1} | ({"residual": 1, "grad_residual": 1} if of_sum else {})
+    check(function, leaves, training, {"modulation": 1} | ({"residual": 1} if of_sum else {}))
+
+
+@pytest.mark.parametrize("x_dtype, dtype, casts", [(fp32, bf16, 1), (bf16, fp32, 0)])
+def test_modulation_in_two_dtypes(device, x_dtype, dtype, casts):
+    """scale, shift and the product behind the norm are of another dtype than x"""
+    leaves = [leaf(*s, device=device, dtype=dtype if i else x_dtype) for i, s in enumerate(sizes())]
+    folded = {"modulation": 1} | ({"cast": casts} if casts else {})
+    check(adaptive, leaves, folded, folded)
+
+
+def of_activation(activation, norm=norm):
+    def function(x, r, m, weight, bias):
+        return activation(norm(x @ m, weight, bias)) @ m
+
+    return function
+
+
+ACTIVATIONS = [name for name in fused_layernorm.reference.ACTIVATION_NAMES if name not in ("", "sigmoid")]
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16, torch.float16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(device, name, dtype):
+    """the activation of that name is folded: eager mode with activation=name has the same bits"""
+    activation = fused_layernorm.reference.ACTIVATIONS[fused_layernorm.reference.ACTIVATION_NAMES.index(name)][1]
+    leaves = [leaf(*s, device=device, dtype=dtype) for s in sizes()]
+    function = of_activation(activation)
+    check(function, leaves, {"activation": 1}, {"activation": 1})
+    in_operator = of_activation(lambda y: y, lambda *given: fused_layer_norm(*given, activation=name))
+    compiled = torch.compile(function, backend=fold_backend, fullgraph=True)
+    assert torch.equal(compiled(*leaves), in_operator(*leaves))
+
+
+def test_activation_of_other_norms(device):
+    """RMSNorm, weight_offset, no weight; the caller reads the result"""
+    leaves = [leaf(*s, device=device) for s in sizes()]
+
+    def function(x, r, m, weight, bias):
+        one = torch.nn.functional.silu(fused_rms_norm(x, weight, weight_offset=1.0))
+        return one, torch.nn.functional.gelu(plain(r)) @ m, m + bias
+
+    check(function, leaves, {"activation": 2}, {"activation": 2})
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("stage", ["modulation", "activation"])
+def test_checkpointed_stage(device, stage, inside):
+    """in the region of the norm it is folded, behind the region it is not"""
+    scale, shift = leaf(2, 1, SIZE, device=device), leaf(2, 1, SIZE, device=device)
+
+    def last(y, scale, shift):
+        return y * (1 + scale) + shift if stage == "modulation" else torch.nn.functional.silu(y)
+
+    def function(x, m, scale, shift):
+        def region(x, m, scale, shift):
+            y = plain(x @ m)
+            return last(y, scale, shift) @ m if inside else y
+
+        y = checkpoint(region, x, m, scale, shift, use_reentrant=False)
+        return (y if inside else last(y, scale, shift) @ m) + 0 * (scale + shift)
+
+    leaves = [leaf(2, 5, SIZE, device=device), leaf(SIZE, SIZE, device=device), scale, shift]
+    folded = {stage: 1} if inside else {}
+    regions_last = torch.__version__ < (2, 13)  # torch 2.11 has regions in inference, too
+    check(function, leaves, folded, folded if regions_last else {stage: 1})
+
+
+def activated_plain(x, r, m, weight, bias):
+    return torch.nn.functional.gelu(plain(x @ m)) @ m
+
+
+SYMBOLIC = [
+    *((f, {"residual": n, "grad_residual": k}) for f, n, k in FOLDED if f in (used_elsewhere, chain, flattened)),
+    (modulated, {"residual": 1}),
+    (adaptive, {"modulation": 1}),
+    (activated_plain, {"activation": 1}),
+]
+
+
+@pytest.mark.parametrize("function, folds", SYMBOLIC)
+def test_symbolic_sizes(device, function, folds):
     """dynamic=True: the folds of fixed sizes, in one graph for every batch"""
     compilations = []
 
@@ -332,7 +460,6 @@ def test_symbolic_sizes(device, function):
         return fold_backend(model, inputs, **options)
 
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
-    expected = next(row[1:] for row in FOLDED if row[0] is function)
     counts = []
     for rows in (5, 7):
         leaves = [
@@ -347,7 +474,7 @@ def test_symbolic_sizes(device, function):
             if triple[1] is not None:
                 assert_no_worse(*triple, "dynamic")
         counts.append(len(compilations))
-    assert (inductor.counters["residual"], inductor.counters["grad_residual"]) == expected
+    assert inductor.counters == Counter(folds)
     assert counts[0] == counts[1]
 
 
@@ -439,7 +566,81 @@ def added_to_ragged_rows(x, r, m, weight, bias):  # on CUDA the sum would be a k
     return r[..., :15] + fused_layer_norm(x[..., :15].sin() @ m[:15, :15], weight[:15], bias[:15])
 
 
+def modulated_and_read(x, r, m, weight, bias):
+    scale, shift = conditions(r, m)
+    y = plain(x)
+    return (y * (1 + scale) + shift) @ m, y
+
+
+def modulated_by_token(x, r, m, weight, bias):
+    return (plain(x) * (1 + r) + r @ m) @ m
+
+
+def modulated_with_weight(x, r, m, weight, bias):
+    scale, shift = conditions(r, m)
+    return (norm(x, weight, bias) * (1 + scale) + shift) @ m
+
+
+def modulated_pointwise(x, r, m, weight, bias):  # Inductor multiplies where it computes sin
+    scale, shift = conditions(r, m)
+    return (plain(x) * (1 + scale) + shift).sin() @ m
+
+
+def modulated_ragged_rows(x, r, m, weight, bias):
+    scale, shift = conditions(r, m)
+    y = fused_layer_norm(x[..., :15].sin(), normalized_shape=15)
+    return (y * (1 + scale[..., :15]) + shift[..., :15]) @ m[:15]
+
+
+def modulated_by_sum(x, r, m, weight, bias):  # scale is computed from the norm's other result
+    z = x + x @ m
+    return (plain(z) * (1 + z[:, :1] @ m)) @ m
+
+
+def activated_and_read(x, r, m, weight, bias):
+    y = norm(x, weight, bias)
+    return torch.relu(y) @ m, y @ m
+
+
+def activated_twice(x, r, m, weight, bias):
+    y = norm(x, weight, bias)
+    return torch.nn.functional.silu(y) @ m, torch.nn.functional.gelu(y) @ m
+
+
+def activated_pointwise(x, r, m, weight, bias):  # Inductor computes gelu in the kernel of the product
+    return (torch.nn.functional.gelu(norm(x, weight, bias)) * r) @ m
+
+
+def activated_otherwise(x, r, m, weight, bias):
+    y, y2 = norm(x, weight, bias), fused_rms_norm(r, weight)
+    return (y * torch.sigmoid(1.702 * y)) @ m, torch.nn.functional.leaky_relu(y2) @ m
+
+
+def activated_in_another_dtype(x, r, m, weight, bias):
+    return torch.nn.functional.silu(norm(x, weight, bias).to(fp64)) @ m.to(fp64)
+
+
+def activated_segments(x, r, m, weight, bias):
+    return torch.relu(fused_adaptive_layer_norm(x, *conditions(r, m))) @ m
+
+
+def activated_ragged_rows(x, r, m, weight, bias):
+    return torch.relu(fused_layer_norm(x[..., :15].sin(), weight[:15], bias[:15])) @ m[:15]
+
+
 LEFT = [
+    modulated_and_read,
+    modulated_by_token,
+    modulated_with_weight,
+    modulated_pointwise,
+    modulated_ragged_rows,
+    activated_and_read,
+    activated_twice,
+    activated_pointwise,
+    activated_otherwise,
+    activated_in_another_dtype,
+    activated_segments,
+    activated_ragged_rows,
     norm_with_other_readers,
     added_pointwise,
     added_after_activation,
@@ -465,6 +666,22 @@ LEFT = [
 def test_left_alone(device, function):
     leaves = [leaf(*s, device=device) for s in sizes()]
     check(function, leaves, {}, {})
+
+
+def test_left_in_training(device):
+    """y has a reader in backward, but there is no norm_backward"""
+
+    def first_norm(x, r, m, weight, bias):
+        scale, shift = conditions(r, m)
+        return (plain(x.detach()) * (1 + scale) + shift) @ m
+
+    check(first_norm, [leaf(*s, device=device) for s in sizes()], {}, {"modulation": 1})
+
+
+def test_modulated_by_sum(device):
+    """scale is computed from the sum that the norm with a residual returns: the norm stays before it"""
+    folded = {"residual": 1, "grad_residual": 1}
+    check(modulated_by_sum, [leaf(*s, device=device) for s in sizes()], folded, {"residual": 1})
 
 
 def test_dropout_of_y_is_left(device):
@@ -513,38 +730,50 @@ def test_input_that_is_written(device, when):
     assert torch.equal(*states) and inductor.counters == Counter(residual=1)
 
 
-def graph_of(*, writes):
-    """A graph as the pass gets it: a sum, perhaps a write to one of its terms, a weight, the norm."""
+def graph_of(fold, *, writes):
+    """A graph as the pass gets it: for "residual" a sum, perhaps a write to one of its terms, a weight, the norm; for
+    the others a norm, perhaps a write to its input, and what is folded into it."""
     from torch._subclasses import FakeTensorMode
 
     mode, graph = FakeTensorMode(), torch.fx.Graph()
-    shapes = {"a": (3, 8), "b": (3, 8), "c": (3, 8), "w": (8,)}
+    shapes = {"a": (2, 3, 8), "b": (2, 3, 8), "c": (2, 3, 8), "w": (8,), "scale": (2, 1, 8)}
     nodes = {name: graph.placeholder(name) for name in shapes}
     with mode:
         for name, node in nodes.items():
             node.meta["val"] = torch.empty(shapes[name])
-    z = inductor._call(graph, nodes["a"], torch.ops.aten.add.Tensor, (nodes["a"], nodes["b"]))
+
+    def call(target, *arguments):
+        return inductor._call(graph, nodes["a"], target, arguments)
+
+    def norm_of(z, weight):
+        options = fused_layernorm.reference.Options(1, 1e-5)
+        found = call(fused_layernorm._ops.norm_forward, z, None, None, weight, None, None, *options)
+        return call(operator.getitem, found, 0)
+
+    y = norm_of(nodes["a"], None) if fold != "residual" else call(torch.ops.aten.add.Tensor, nodes["a"], nodes["b"])
     if writes:
-        graph.call_function(torch.ops.aten.copy_.default, (nodes["b"], nodes["c"]))
-    weight = inductor._call(graph, nodes["w"], torch.ops.aten.sin.default, (nodes["w"],))
-    arguments = (z, None, None, weight, None, None, *fused_layernorm.reference.Options(1, 1e-5))
-    found = inductor._call(graph, z, fused_layernorm._ops.norm_forward, arguments)
-    y = inductor._call(graph, z, __import__("operator").getitem, (found, 0))
-    graph.output((y, z))
+        graph.call_function(torch.ops.aten.copy_.default, (nodes["b" if fold == "residual" else "a"], nodes["c"]))
+    if fold == "residual":
+        graph.output((norm_of(y, call(torch.ops.aten.sin.default, nodes["w"])), y))
+    elif fold == "modulation":
+        graph.output(call(torch.ops.aten.mul.Tensor, y, call(torch.ops.aten.sin.default, nodes["scale"])))
+    else:
+        graph.output(call(torch.ops.aten.relu.default, y))
     return graph
 
 
-def test_nothing_moves_across_a_write():
+@pytest.mark.parametrize("fold", ["residual", "modulation", "activation"])
+def test_nothing_moves_across_a_write(fold):
     for writes in (False, True):
         inductor.counters.clear()
-        graph = graph_of(writes=writes)
-        values = [torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)]
+        graph = graph_of(fold, writes=writes)
+        values = [torch.randn(node.meta["val"].shape) for node in graph.nodes if node.op == "placeholder"]
         expected = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(*[v.clone() for v in values])
         inductor.fold(graph)
         graph.lint()
-        assert inductor.counters == Counter({} if writes else {"residual": 1})
+        assert inductor.counters == Counter({} if writes else {fold: 1})
         found = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(*[v.clone() for v in values])
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0 if fold == "residual" else 1e-6)
 
 
 # ---- float32 streams -------------------------------------------------------------------------------------------------
@@ -639,6 +868,18 @@ def test_graph_breaks(device):
     y = torch.compile(model, backend=fold_backend)(x)
     torch.testing.assert_close(y, model(x))
     assert inductor.counters == Counter(residual=1, grad_residual=2)
+
+
+def test_activation_in_inference_mode(device):
+    """the patterns of activations have gradients, though the graph that is compiled first has none"""
+    leaves = [leaf(*s, device=device).detach() for s in sizes()]
+    inductor._activation_pattern.cache_clear()
+    with torch.inference_mode(), torch.autocast(torch.device(device).type, bf16):
+        y = torch.compile(activated_plain, backend=fold_backend, fullgraph=True)(*leaves)
+        torch.testing.assert_close(y, activated_plain(*leaves), rtol=0.05, atol=0.05)
+    assert inductor.counters == Counter(activation=1)
+    inductor.counters.clear()
+    check(activated_plain, [t.requires_grad_() for t in leaves], {"activation": 1}, {"activation": 1})
 
 
 def test_inference_mode(device):
@@ -944,6 +1185,9 @@ def test_direct_call():
         pass
 
     assert torch.equal(calls.call_norm_forward(*arguments[:3], Parameter(w), *arguments[4:], 1)[0], expected[0])
+    sandwich = (x, x + 1, w, w + 1, 1, 1e-5, 1e-6, 0.0, 1.0)
+    both = (calls.call_sandwich_norm(*sandwich, 0b1111), fused_layernorm._ops.sandwich_norm(*sandwich))
+    assert len(both[0]) == 4 and all(map(torch.equal, *both))
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -956,7 +1200,8 @@ def test_direct_call():
 
     with Names() as mode:
         calls.call_norm_forward(*arguments, 1)
-    assert "fused_layernorm.norm_forward.default" in mode.names
+        calls.call_sandwich_norm(*sandwich, 1)
+    assert {f"fused_layernorm.{name}.default" for name in ("norm_forward", "sandwich_norm")} <= set(mode.names)
     for bad in (arguments, (*arguments, 1, 1), (*arguments[:6], "1", *arguments[7:], 1)):
         if fused_layernorm._ops.extension:
             error, told = TypeError, "the operator's arguments"

@@ -125,12 +125,12 @@ struct GateLadder<float> {
 template <typename scalar_t>
 struct QuantLadder {
   using type = Ladder<RowPlan<16, 4, 8>, RowPlan<32, 4, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>,
-                      RowPlan<128, 5, 8>, RowPlan<256, 4, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 8>>;
+                      RowPlan<128, 5, 8>, RowPlan<256, 4, 8>, RowPlan<512, 4, 8>, RowPlan<256, 4, 8, 8>>;
 };
 template <>
 struct QuantLadder<float> {
-  using type = Ladder<RowPlan<32, 4, 4>, RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>,
-                      RowPlan<256, 8, 4, 8>>;
+  using type = Ladder<RowPlan<32, 4, 4>, RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<512, 4, 4>,
+                      RowPlan<512, 4, 4, 8>>;
 };
 constexpr int kQuantGroup = 128;
 
@@ -195,11 +195,10 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
   return threads / kForwardThreads<Plan>;
 }
 
-// The bound given to the compiler with a quantized result, by the registers of y in fp32.
+// The bound given to the compiler with a quantized result: 64 registers a thread, 80 for five vectors.
 template <typename Plan>
 constexpr int quant_blocks_per_sm() {
-  constexpr int held = Plan::kVecs * Plan::kVec;
-  return (held > 40 || Plan::kVecs > 5 ? 512 : held > 32 ? 640 : held > 16 ? 768 : 1024) / kForwardThreads<Plan>;
+  return (Plan::kVecs > 4 ? 768 : 1024) / kForwardThreads<Plan>;
 }
 
 // Up to so many blocks, forward of a plain call prefetches weight and bias (kEager): all blocks are resident at once,

@@ -24,7 +24,7 @@ struct Callbacks {
   PyObject* is_plain_eager;      // whether nothing is on that must see a call: a mode, a transform, a tracer
   PyObject* record;              // NormFunction's call: (x, residual, gate, weight, bias, options) -> (y, z)
   PyObject* fallback;            // functional._norm
-  PyObject* operators;           // norm_forward, norm_backward
+  PyObject* operators;           // by name
   PyObject* dtypes;              // torch's, in the order of kDtypes
   PyObject* takes_cuda;          // False: CUDA tensors are the fallback's
 };
@@ -212,7 +212,6 @@ PyObject* takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
 // see it, and a number whose bits say which results are read.
 template <class Call>
 PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  constexpr bool is_forward = std::is_same_v<Call, NormCall>;
   Call call;
   Py_ssize_t at = 0;
   int64_t used = 0;
@@ -228,12 +227,12 @@ PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (!is_read || at + 1 != count || !read(arguments[at], used)) {
     PyErr_Clear();
     const Owned given(tuple_of(arguments, count - 1));
-    return given ? PyObject_Call(PyTuple_GetItem(python.operators, is_forward ? 0 : 1), given.object, nullptr)
-                 : nullptr;
+    PyObject* const op = PyDict_GetItemString(python.operators, Operator<Call>::kName);
+    return given ? PyObject_Call(op, given.object, nullptr) : nullptr;
   }
   decltype(results_of(call)) results;
   const bool is_done = without_gil([&] {
-    if constexpr (is_forward) {
+    if constexpr (std::is_same_v<Call, NormCall>) {
       results = results_of(call, (used & 4) != 0);
     } else {
       results = results_of(call);
@@ -278,6 +277,7 @@ PyMethodDef methods[] = {
     {"takes_kernel", as_method(takes_kernel), METH_FASTCALL, nullptr},
     {"call_norm_forward", as_method(call_operator<NormCall>), METH_FASTCALL, nullptr},
     {"call_norm_backward", as_method(call_operator<NormBackwardCall>), METH_FASTCALL, nullptr},
+    {"call_sandwich_norm", as_method(call_operator<SandwichCall>), METH_FASTCALL, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

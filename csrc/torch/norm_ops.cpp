@@ -672,13 +672,13 @@ NormQuantResults norm_quant(const NormQuantCall& call) {
   const Tensor& x = call.x;
   const Extent extent = extent_of(x, normalized_ndim);
   const int64_t hidden_size = extent.hidden_size, group_size = call.scale.defined() ? hidden_size : call.group_size;
-  const bool is_group = group_size == 16 || group_size == 32 || group_size == 64 || group_size == 128;
+  const bool is_group = group_size == 32 || group_size == 64 || group_size == 128;
   TORCH_CHECK(x.is_cuda() && x.scalar_type() != at::kDouble && hidden_size % (16 / x.element_size()) == 0 &&
                   call.has_load_stage() == call.residual.defined() &&
                   (!call.residual.defined() || call.residual.scalar_type() == call.z_dtype()),
               "norm_quant takes 16-bit and float32 rows of whole 16 bytes on cuda, and residual_dtype is residual's");
   TORCH_CHECK(group_size == hidden_size || (is_group && hidden_size % group_size == 0),
-              "group_size must be the size of a row, or 16, 32, 64 or 128 and divide it, got " +
+              "group_size must be the size of a row, or 32, 64 or 128 and divide it, got " +
                   std::to_string(group_size) + " for " + std::to_string(hidden_size));
   TORCH_CHECK(!call.scale.defined() || (call.scale.scalar_type() == at::kFloat && call.scale.numel() == 1 &&
                                         call.scale.device() == x.device()),

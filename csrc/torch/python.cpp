@@ -109,13 +109,12 @@ PyObject* py_takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   END_HANDLE_TH_ERRORS
 }
 
-// call_norm_forward(*arguments, used) -> tuple, and call_norm_backward: the operator with these arguments, past the
+// call_norm_forward(*arguments, used) -> tuple, and so for other operators: the operator with these arguments, past the
 // dispatcher and autograd, for the code that Inductor generates. Bit i of `used`: result i is read. The others may be
 // None, and statistics that are not read are not computed.
 template <class Call>
 PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  constexpr bool is_forward = std::is_same_v<Call, NormCall>;
   Call call;
   Py_ssize_t at = 0;
   int64_t used = 0;
@@ -140,14 +139,14 @@ PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     const py::gil_scoped_release without_gil;
     if (is_plain) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      if constexpr (is_forward) {
+      if constexpr (std::is_same_v<Call, NormCall>) {
         results = results_of(call, (used & 4) != 0);
       } else {
         results = results_of(call);
       }
     } else {
       static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(
-          is_forward ? "fused_layernorm::norm_forward" : "fused_layernorm::norm_backward", "");
+          (std::string("fused_layernorm::") + Operator<Call>::kName).c_str(), "");
       torch::jit::Stack stack = stack_of(call);
       op.callBoxed(stack);
       for (size_t i = 0; i < results.size(); ++i) results[i] = stack[i].toTensor();
@@ -172,6 +171,7 @@ PyMethodDef methods[] = {
     {"try_norm", as_method(try_norm), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"call_norm_forward", as_method(call_operator<NormCall>), METH_FASTCALL, nullptr},
     {"call_norm_backward", as_method(call_operator<NormBackwardCall>), METH_FASTCALL, nullptr},
+    {"call_sandwich_norm", as_method(call_operator<SandwichCall>), METH_FASTCALL, nullptr},
     {"takes_kernel", as_method(py_takes_kernel), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

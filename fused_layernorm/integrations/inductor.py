@@ -3,13 +3,15 @@
 - A pass over the joint graph of forward and backward, before Inductor splits it. It folds an addition next to one of
   our operators into that operator: `add -> norm_forward` becomes a norm with a residual, `norm_forward -> add` a norm
   to whose result a residual is added, `norm_backward -> add` a backward with the residual's gradient as input. A norm
-  of such a sum joins the operator of the norm before it. Casts around a float32 residual stream are folded too.
+  of such a sum joins the operator of the norm before it. A modulation, y * (1 + scale) + shift, or an activation of y
+  becomes part of the norm, in training also of its backward. Casts around a float32 residual stream are folded too.
 - Lowerings: the Python code that Inductor generates calls the extension, not the dispatcher. cpp_wrapper, AOTInductor
   and torch.export keep the operators.
 
-`counters` counts the folds in this process: "residual", "added", "sandwich", "grad_residual" and "cast" (graphs from
-Inductor's cache were folded earlier and are not counted). `disable()` and `enable()` turn both hooks off and on for
-graphs that are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at import.
+`counters` counts the folds in this process: "residual", "added", "sandwich", "grad_residual", "modulation",
+"activation" and "cast" (graphs from Inductor's cache were folded earlier and are not counted). `disable()` and
+`enable()` turn both hooks off and on for graphs that are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at
+import.
 
 The hooks use private APIs of torch. If torch rejects them, there is one warning, and graphs stay unchanged.
 """
@@ -23,7 +25,7 @@ import operator
 import sys
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -34,8 +36,9 @@ from .._build import toolchain
 counters: Counter[str] = Counter()
 
 _aten = torch.ops.aten
-_ADD, _CAST = _aten.add.Tensor, torch.ops.prims.convert_element_type.default
+_ADD, _MUL, _CAST = _aten.add.Tensor, _aten.mul.Tensor, torch.ops.prims.convert_element_type.default
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+_ALIASES = (_aten.alias.default, _aten.detach.default)
 _NARROW = (torch.float16, torch.bfloat16)
 # The operators of aten whose results Inductor writes to memory as they are; it fuses what it generates itself.
 _KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
@@ -123,14 +126,20 @@ def _pass_class() -> type:
 def fold(graph: Graph) -> None:
     """Fold the neighbours of our operators in `graph`, in place. A node with other readers keeps its value."""
     writes = [node for node in graph.nodes if _may_write(node)]
-    for node in list(graph.nodes):
+    for node in graph.find_nodes(op="call_function", target=_ops.norm_forward):
         with contextlib.suppress(_NoValue):
-            if _is(node, _ops.norm_forward) and _is_positional(node):
+            if _is_positional(node):
                 with_residual = _fold_residual(graph, node, writes)
-                _fold_cast(graph, with_residual or node)
-                if with_residual is None and not _fold_sandwich(graph, node, writes):
-                    _fold_added(graph, node, writes)
-            elif _is(node, _ops.norm_backward) and _is_positional(node):
+                norm = with_residual or node
+                _fold_cast(graph, norm)
+                norm = _fold_modulation(graph, norm, writes) or norm
+                _fold_activation(graph, norm, writes)
+                _fold_cast(graph, norm)
+                if with_residual is None and not _fold_sandwich(graph, norm, writes):
+                    _fold_added(graph, norm, writes)
+    for node in graph.find_nodes(op="call_function", target=_ops.norm_backward):  # also those of _fold_modulation
+        with contextlib.suppress(_NoValue):
+            if _is_positional(node):
                 _fold_grad_residual(graph, node, writes)
 
 
@@ -267,14 +276,261 @@ def _fold_sandwich(graph: Graph, norm: Node, writes: list[Node]) -> bool:
     return True
 
 
-def _is_one_kernel(x: Node, options: reference.Options) -> bool:
-    """Whether the sum is part of the norm's kernel on CUDA: rows of whole 16-byte vectors, of at most 32 KiB."""
+def _fold_modulation(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
+    """y * (1 + scale) + shift, where y has no weight and no bias, and rows share scale and shift, becomes y of a norm
+    with this weight and bias. In training norm_backward also computes the gradients of scale and shift. Returns the new
+    node. Every factor is a weight; without a sum there is no bias."""
+    x, residual, gate, weight, bias, philox, *given = norm.args
+    options, results = reference.Options(*given), _results(norm)
+    others = (gate, weight, bias, philox, options.activation or None)
+    if results is None or 0 not in results or any(t is not None for t in others):
+        return None
+    if options.adds_y or options.rounds_x_hat or options.per_head:
+        return None
+    y = results[0]
+    product = min(y.users, default=None)
+    factor = _other_operand(product, _MUL, y)
+    if factor is None or not _is_shared(factor, x, options):
+        return None
+    total = _only_user(product)
+    shift = _other_operand(total, _ADD, product)
+    if shift is None or not _is_shared(shift, x, options) or not _same(_val(shift).shape, _val(factor).shape):
+        total, shift = product, None
+    found = _gradients_of_modulation(results, product, factor, shift)
+    if found is None:
+        return None
+    is_one_more = _is(factor, _ADD) and not factor.kwargs and isinstance(factor.args[0], Node) and factor.args[1] == 1
+    scale, offset = (factor.args[0], 1.0) if is_one_more else (factor, 0.0)
+    dtype = _parameter_dtype(scale, shift, x, found.backward)
+    out_dtype = None if _val(total).dtype == _val(x).dtype else _val(total).dtype
+    if (
+        dtype is None
+        or not _is_one_kernel(x, options, found.backward)
+        or not _is_read_by_kernel(total, _CAST)
+        or not _same(_val(total).stride(), _val(y).stride())
+        or any(_region(node) != _region(norm) for node in (product, total))
+        or (out_dtype and _garbles_dtypes())
+    ):
+        return None
+    parameters = [t for t in (scale, shift) if t is not None]
+    place, end = max(norm, *parameters), found.backward or total
+    if any(user <= place for part in results.values() for user in part.users if user is not product):
+        return None
+    if any(min(norm, factor) < write < end for write in writes) or not found.can_move(total):
+        return None
+
+    for i, parameter in enumerate(parameters):
+        if _val(parameter).dtype != dtype:
+            place = parameters[i] = _insert_behind(place, norm, _CAST, (parameter, dtype))
+    options = options._replace(weight_offset=offset, out_dtype=out_dtype)
+    scale, shift = (*parameters, None)[:2]
+    new = _insert_behind(place, norm, _ops.norm_forward, (x, residual, None, scale, shift, None, *options))
+    parts = _unpack(new)
+    if found.backward is not None:
+        found.replace(graph, scale, offset, parts[2])
+    total.replace_all_uses_with(parts[0])
+    _erase_unread(graph, *dict.fromkeys((total, product, factor)))
+    _replace(graph, norm, results, dict(enumerate(parts)))
+    _erase_unread(graph, *parts)
+    counters["modulation"] += 1
+    return new
+
+
+class _ModulationGradients(NamedTuple):
+    """The nodes of backward that read y, and those that make norm_backward's grad_output of the gradient `grad`."""
+
+    backward: Node | None = None  # norm_backward; without one there are no gradients
+    grad: Any = None  # of y * factor + shift
+    of_y: tuple[Node, ...] = ()  # grad * factor, and a cast of it
+    of_factor: tuple[Node, ...] = ()  # grad * y, and its sum
+    of_shift: tuple[Node, ...] = ()  # the sum of grad
+
+    def can_move(self, total: Node) -> bool:
+        """Whether backward can run once its inputs exist, before all readers of the gradients."""
+        if self.backward is None:
+            return True
+        inputs = [self.grad, *(node for node in self.backward.all_input_nodes if node not in self.of_y)]
+        for node in inputs:
+            _val(node)
+        place = max(total, *inputs)
+        gradients = (*self.backward.users, *self.of_factor[1:], *self.of_shift)
+        return not any(user <= place for node in gradients for user in node.users)
+
+    def replace(self, graph: Graph, scale: Node, offset: float, stats: Node) -> None:
+        """Let backward read the parameters, and compute their gradients."""
+        _, grad_residual_out, z, _, x, gate, _, _, philox, *given = self.backward.args
+        options, wanted = _ops._split(given)
+        dtypes = [_val(nodes[-1]).dtype if nodes else None for nodes in (self.of_factor, self.of_shift)]
+        wanted = wanted._replace(grad_weight_dtype=dtypes[0], grad_bias_dtype=dtypes[1])
+        arguments = (self.grad, grad_residual_out, z, stats, x, gate, scale, None, philox)
+        place = max(node for node in arguments if node is not None)
+        given = (*options._replace(weight_offset=offset), *wanted)
+        parts = _unpack(_insert_behind(place, self.backward, _ops.norm_backward, (*arguments, *given)))
+        for nodes, part in zip((self.of_factor, self.of_shift), parts[3:], strict=True):
+            if nodes:
+                nodes[-1].replace_all_uses_with(part)
+        _replace(graph, self.backward, _results(self.backward), dict(enumerate(parts)))
+        _erase_unread(graph, *self.of_y[::-1], *self.of_factor[::-1], *self.of_shift, *parts)
+
+
+def _gradients_of_modulation(
+    results: dict[int, Node], product: Node, factor: Node, shift: Node | None
+) -> _ModulationGradients | None:
+    """None: y or the statistics have other readers."""
+    y, others = results[0], [user for user in results[0].users if user is not product]
+    is_known, backward = _backward_of(results)
+    if backward is None:
+        return _ModulationGradients() if is_known and not others else None
+    of_y = (backward.args[0],)
+    if _is(of_y[0], _CAST):
+        of_y = (of_y[0].args[0], of_y[0])
+    grad, parts = _other_operand(of_y[0], _MUL, factor), _results(backward)
+    if grad is None or not _same(_val(grad).shape, _val(y).shape) or parts is None or any(i in parts for i in (3, 4)):
+        return None
+    of_factor = ()
+    if others:
+        of_factor = (others[0], _only_user(others[0]))
+        if len(others) > 1 or _other_operand(others[0], _MUL, y) is not grad or not _is_sum_to(factor, of_factor[1]):
+            return None
+    of_shift = () if shift is None else tuple(user for user in grad.users if _is_sum_to(shift, user))[:1]
+    return _ModulationGradients(backward, grad, of_y, of_factor, of_shift)
+
+
+def _parameter_dtype(scale: Node, shift: Node | None, x: Node, backward: Node | None) -> torch.dtype | None:
+    """A dtype of weight and bias beside x, in forward and backward, to which scale and shift are cast without loss."""
+    given = [_val(t).dtype for t in (scale, shift) if t is not None]
+    dtypes = {_val(x).dtype} if backward is None else {_val(x).dtype, _ops._split(backward.args[9:])[1].x_dtype}
+    candidates = list(dtypes) if len(dtypes) == 1 else []
+    if torch.float64 not in dtypes:
+        candidates.append(torch.float32)
+    fits = (c for c in candidates if all(d in reference.DTYPES and torch.promote_types(d, c) == c for d in given))
+    return next(fits, None)
+
+
+def _fold_activation(graph: Graph, norm: Node, writes: list[Node]) -> None:
+    """activation(y) becomes y of the norm, if nothing else reads y but the derivative in backward, which norm_backward
+    then computes."""
+    x, residual, gate, weight, bias, philox, *given = norm.args
+    options, results = reference.Options(*given), _results(norm)
+    others = (residual, gate, philox, options.residual_dtype, options.activation or None)
+    if results is None or 0 not in results or any(t is not None for t in others):
+        return
+    y, dtype = results[0], _val(x).dtype
+    is_known, backward = _backward_of(results)
+    if (
+        not is_known
+        or dtype not in (*_NARROW, torch.float32)
+        or _val(y).dtype != dtype
+        or options.adds_y
+        or options.rounds_x_hat
+        or any(t is not None and _val(t).dim() != options.normalized_ndim for t in (weight, bias))
+        or any(user.op == "output" or _is_kernel(user) or _is(user, *_VIEWS) for user in y.users)
+        or not _is_one_kernel(x, options, backward)
+    ):
+        return
+    found = _find_activation(y, backward)
+    if found is None:
+        return
+    index, total, grad, nodes = found
+    if (
+        _region(total) != _region(norm)
+        or not _is_read_by_kernel(total)
+        or (backward is not None and not (_val(grad).dtype == dtype and _same(_val(grad).shape, _val(y).shape)))
+        or any(norm < write < (backward or total) for write in writes)
+    ):
+        return
+    norm.args = (*norm.args[:6], *options._replace(activation=index))
+    norm.meta.pop("eager_input_vals", None)
+    total.replace_all_uses_with(y)
+    if backward is not None:
+        options, wanted = _ops._split(backward.args[9:])
+        tensors = (grad, *backward.args[1:7], bias, backward.args[8])
+        backward.args = (*tensors, *options._replace(activation=index), *wanted)
+        backward.meta.pop("eager_input_vals", None)
+    _erase_unread(graph, *sorted(nodes, reverse=True))
+    counters["activation"] += 1
+
+
+def _find_activation(y: Node, backward: Node | None) -> tuple[int, Node, Node | None, set[Node]] | None:
+    """The activation of y, its result, the result's gradient, and all nodes between these, if nothing else reads y."""
+    value = _val(y)
+    for index in range(1, reference.ACTIVATION_NAMES.index("sigmoid")):
+        y_pattern, grad_pattern, *_, output = _activation_pattern(index, value.dtype, value.device).nodes
+        result, grad_y = output.args[0]
+        ends, step = [y], y_pattern
+        while step is not result:
+            step = next(iter(step.users))
+            ends = [user for end in ends for user in end.users if user.target == step.target]
+        for end in sorted(set(ends)):
+            bound = {y_pattern: y}
+            if not _matches(result, end, bound) or (backward and not _matches(grad_y, backward.args[0], bound)):
+                continue
+            grad = bound.get(grad_pattern)
+            nodes = set(bound.values()) - {y, grad}
+            computed = [node for node in (y, *nodes) if node is not end and node.all_input_nodes]
+            readers = {user for node in computed for user in node.users}
+            if readers <= nodes | {backward}:
+                return index, end, grad, nodes
+    return None
+
+
+@functools.cache
+def _activation_pattern(index: int, dtype: torch.dtype, device: torch.device) -> Graph:
+    """The graph that Inductor's decompositions make of an activation: from y and the gradient of the result to the
+    result and the gradient of y."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(y, grad):
+        result = reference.ACTIVATIONS[index][1](y)
+        return result, *torch.autograd.grad(result, y, grad)
+
+    modes = (
+        torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode(), torch.inference_mode(False),
+        torch.enable_grad(), torch.autocast(device.type, enabled=False),
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        y = torch.empty(2, 3, dtype=dtype, device=device, requires_grad=True)
+        return make_fx(both, select_decomp_table())(y, torch.empty_like(y)).graph
+
+
+def _matches(pattern: Node, node: Any, bound: dict[Node, Node]) -> bool:
+    """Whether `node` is computed like `pattern`, from the nodes to which `bound` maps the pattern's placeholders. Adds
+    the nodes between to `bound`."""
+    while _is(pattern, *_ALIASES):
+        pattern = pattern.args[0]
+    while _is(node, *_ALIASES):
+        bound[node] = node
+        node = node.args[0]
+    if pattern in bound or pattern.op == "placeholder":
+        return bound.setdefault(pattern, node) is node
+    if (
+        not _is(node, pattern.target)
+        or len(node.args) != len(pattern.args)
+        or node.kwargs.keys() != pattern.kwargs.keys()
+    ):
+        return False
+    bound[pattern] = node
+    pairs = [*zip(pattern.args, node.args, strict=True), *((t, node.kwargs[k]) for k, t in pattern.kwargs.items())]
+    return all(
+        _matches(p, n, bound) if isinstance(p, Node) and isinstance(n, Node) else type(p) is type(n) and p == n
+        for p, n in pairs
+    )
+
+
+def _is_one_kernel(x: Node, options: reference.Options, backward: Node | None = None) -> bool:
+    """Whether the stage is part of the norm's kernel on CUDA, and of the kernel of backward: rows of whole 16-byte
+    vectors, of at most 32 KiB, or 8 KiB in a backward without clusters."""
     value = _val(x)
     sizes = value.shape[-options.normalized_ndim :]
     if not all(isinstance(n, int) for n in sizes):
         return False
     row_bytes = math.prod(sizes) * value.element_size()
-    return row_bytes % 16 == 0 and row_bytes <= 32768
+    has_short_rows = backward is not None and value.is_cuda and not _ops._has_clusters(value.device)
+    return row_bytes % 16 == 0 and row_bytes <= (8192 if has_short_rows else 32768)
 
 
 def _stream(a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
@@ -415,6 +671,43 @@ def _terms(node: Node | None) -> tuple[Node, Node] | None:
     return (a, b) if fits and a is not b else None
 
 
+def _other_operand(node: Node | None, target: Any, operand: Node) -> Node | None:
+    """The other operand of a product or sum of two different tensors."""
+    if not _is(node, target) or node.kwargs or operand not in node.args:
+        return None
+    other = node.args[node.args[0] is operand]
+    return other if isinstance(other, Node) and other is not operand else None
+
+
+def _is_shared(parameter: Node, x: Node, options: reference.Options) -> bool:
+    """Whether the operators take it as weight or bias that some rows share: x's shape, with 1 for the last leading
+    dimensions, at least one."""
+    shape, sizes = _val(parameter).shape, _val(x).shape
+    own = leading = len(sizes) - options.normalized_ndim
+    if len(shape) != len(sizes) or _val(parameter).device != _val(x).device:
+        return False
+    while own and isinstance(shape[own - 1], int) and shape[own - 1] == 1:
+        own -= 1
+    return own < leading and _same((*shape[:own], *shape[leading:]), (*sizes[:own], *sizes[leading:]))
+
+
+def _is_sum_to(parameter: Node, node: Node | None) -> bool:
+    """Whether the node is a sum over the dimensions along which the parameter is shared."""
+    is_sum = _is(node, _aten.sum.dim_IntList) and len(node.args) == 3 and node.args[2] is True
+    return is_sum and _same(_val(node).shape, _val(parameter).shape)
+
+
+def _backward_of(results: dict[int, Node]) -> tuple[bool, Node | None]:
+    """norm_backward, None if nothing reads the statistics; first, whether one of the two holds."""
+    stats = results.get(2)
+    if stats is None or not stats.users:
+        return True, None
+    node = _only_user(stats)
+    is_backward = _is(node, _ops.norm_backward) and _is_positional(node) and node.args[3] is stats
+    is_known = is_backward and not _ops._split(node.args[9:])[1].z_is_y
+    return is_known, node if is_known else None
+
+
 def _uncast(node: Node) -> Node:
     """The 16-bit tensor that this float32 node is a cast of; otherwise the node."""
     is_widened = _is(node, _CAST) and _val(node).dtype == torch.float32 and _val(node.args[0]).dtype in _NARROW
@@ -434,6 +727,16 @@ def _is_kernel(node: Node) -> bool:
 def _is_view(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+
+
+def _is_read_by_kernel(node: Node, *through: Any) -> bool:
+    """Whether an existing kernel or the caller reads the value, also through views and operators in `through`."""
+    return any(
+        user.op == "output"
+        or _is_kernel(user)
+        or ((_is_view(user) or _is(user, *_VIEWS, *through)) and _is_read_by_kernel(user, *through))
+        for user in node.users
+    )
 
 
 def _is_in_memory(node: Node) -> bool:
@@ -544,6 +847,6 @@ def _lower_to_direct_calls() -> None:
             output.skip_size_stride_alignment_checks = kernel is DirectCall  # known to hold; the assertions cost time
         return tuple(map(ir.TensorBox.create, outputs))
 
-    for op in (_ops.norm_forward, _ops.norm_backward):
+    for op in (_ops.norm_forward, _ops.norm_backward, _ops.sandwich_norm):
         function = functools.partial(lower, op)
         lowering.register_lowering(op, type_promotion_kind=None, broadcast=False)(function)
