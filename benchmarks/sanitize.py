@@ -169,13 +169,13 @@ def list_calls(light=False):
         results = fused_sandwich_rms_norm(*leaves)
         backward(results, tuple(torch.randn_like(t) for t in results), (leaves, leaves[:1], leaves[3:]), part)
 
-    def quantized(rows, hidden_size, dtype, residual_dtype, code, granularity, norm, part=None):
+    def quantized(rows, hidden_size, dtype, residual_dtype, code, granularity, norm, is_usual, part=None):
         x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(dtype, hidden_size) for _ in "wb"))
         residual = None if residual_dtype is None else tensor(residual_dtype, rows, hidden_size)
         scale = torch.ones(1, device=device) if granularity == "tensor" else None
         with torch.no_grad():
-            norm(x, weight, bias, dtype=code, scale=scale, granularity=granularity, residual=residual, return_norm=True,
-                 group_size=math.gcd(hidden_size, 128))  # fmt: skip
+            norm(x, weight, None if is_usual else bias, dtype=code, scale=scale, granularity=granularity,
+                 residual=residual, return_norm=not is_usual, group_size=math.gcd(hidden_size, 128))  # fmt: skip
 
     after = ({"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1},
              {"activation": "relu"}, {"activation": "gelu_tanh"})  # fmt: skip
@@ -283,7 +283,8 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 code = draw.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
                 calls.append((quantized, draw.choice((FEW, 37)), hidden_size, dtype, draw.choice((z, None)), code,
-                              granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant))))  # fmt: skip
+                              granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant)),
+                              draw.random() < 0.5))  # fmt: skip
     for dtype, z in (*mixes, (double, double)):
         for hidden_size in {*lengths(kinds[dtype], light=True)} & {*lengths(kinds[z], light=True)}:
             if hidden_size <= 1 << 16:
@@ -356,11 +357,13 @@ def kernels(light):
     from torch.profiler import ProfilerActivity, profile
 
     from fused_layernorm import _backend
+    from fused_layernorm._build import stable
 
     def plain(name):
         return name.replace(" ", "")  # demanglers differ in blanks
 
-    entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", _backend.extension.__file__))
+    compiled_file = _backend.extension.__file__ if _backend.extension else str(_backend.LIBRARIES / stable.KERNELS)
+    entries = re.findall(r"STO_ENTRY\s+(\S+)", output(find("cuobjdump"), "-symbols", compiled_file))
     compiled = {name for name in output("c++filt", *entries).splitlines() if "probe_kernel" not in name}
     ours, launched, needed = {plain(name) for name in compiled}, set(), []
     calls = list_calls(light)

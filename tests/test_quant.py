@@ -124,11 +124,13 @@ def test_values(device, hidden_size, granularity):
     """of every dtype; no result keeps what its memory held"""
     rows = (3,) if hidden_size > 4096 or device == "cpu" else (2, 37)
     options, group_size = options_of(granularity, hidden_size, device)
-    for dtype, code, is_rms in itertools.product((bf16, fp16, fp32), CODES, (True, False)):
+    norms = [(True, False), (False, True), *([(True, True)] if device == "cuda" else [])]
+    for dtype, code, (is_rms, has_bias) in itertools.product((bf16, fp16, fp32), CODES, norms):
         x, weight, bias, _ = make(rows, hidden_size, dtype, device)
+        bias, offset = bias if has_bias else None, 1.0 if code == int8 else 0.0
         with poisoned():
-            q, scale = norm_of(is_rms)(x, weight, bias, EPS[is_rms], dtype=code, **options)
-        check(Exact(x, weight, bias, is_rms), q, scale, code, group_size)
+            q, scale = norm_of(is_rms)(x, weight, bias, EPS[is_rms], dtype=code, weight_offset=offset, **options)
+        check(Exact(x, weight, bias, is_rms, weight_offset=offset), q, scale, code, group_size)
         assert granularity != "tensor" or scale is options["scale"]
 
 
@@ -344,8 +346,8 @@ def test_what_the_operator_takes(monkeypatch):
         return _ops.takes_quantized(x, residual, z_dtype, hidden_size, group_size or hidden_size, False)
 
     monkeypatch.setattr(_ops, "_has_clusters", lambda device: True)
-    assert takes(8) and takes(4096, 128) and takes(65536) and takes(4, dtype=fp32) and takes(96, 16)
-    assert not any((takes(4), takes(4097), takes(65544), takes(4096, 256), takes(4096, 8), takes(96, 96, device="cpu")))
+    assert takes(8) and takes(4096, 128) and takes(65536) and takes(4, dtype=fp32) and takes(96, 32)
+    assert not any((takes(4), takes(4097), takes(65544), takes(4096, 256), takes(4096, 16), takes(96, 96, device="cpu")))
     assert takes(4096, residual_dtype=fp32) and not takes(4096, residual_dtype=fp32, z_dtype=bf16)
     monkeypatch.setattr(_ops, "_has_clusters", lambda device: False)
     assert takes(16384) and not takes(16392) and takes(8192, dtype=fp32) and not takes(8196, dtype=fp32)
