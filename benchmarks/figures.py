@@ -191,6 +191,19 @@ def gated_rows(record):
         yield row
 
 
+def quant_rows(record):
+    """us of ours / torch.compile / PyTorch operations, and ours as a fraction of the copy's rate."""
+    results = record["results"]
+    cases = tuple(dict.fromkeys(r["case"] for r in results))
+    for n in dict.fromkeys(r["hidden_size"] for r in results):
+        row = [str(n)]
+        for case in cases:
+            of = [r for r in results if r["hidden_size"] == n and r["case"] == case]
+            (ours,) = (r["fraction"] for r in of if r["provider"] == "fused")
+            row.append(f"{cell(of, ('fused', 'compile', 'torch'), us(0))} ({ours:.2f})")
+        yield row
+
+
 def block_rows(record):
     results = {r["provider"]: r for r in record["results"]}
     for provider, name in (
@@ -265,6 +278,7 @@ TABLES = (
     ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
+    ("docs/fusions.md", "| columns | one given scale |", "quant_*.json", newest, quant_rows),
     ("docs/fusions.md", "| norms of the blocks |", "qwen3_next_*.json", newest, block_rows),
     ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", newest, add_rows),
 )

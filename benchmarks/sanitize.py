@@ -28,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -437,7 +437,7 @@ def run_tool(tool, shard, until, folder, card, only=None):
         "seconds": round(time.perf_counter() - started, 1),
         # The first report, and in which call Python stopped, say more than the last
         "said": None if done.returncode == 0 else told[:6000],
-        "failed": re.findall(r"^failed: .*|^\S*Error: .*", done.stderr, re.MULTILINE),
+        "failed": re.findall(r"^failed: .*|^\S*Error: .*|^ +what\(\): .*", done.stderr, re.MULTILINE),
         "stderr": None if done.returncode == 0 else done.stderr[-1000:],
         "last": None if done.returncode == 0 else re.findall(r"^call: .*", done.stdout, re.MULTILINE)[-1:],
     }
@@ -499,16 +499,20 @@ def main():
                    for first in range(shards)]
             for tool in tools
         }  # fmt: skip
-        for tool, parts in runs.items():
-            parts = [part.result() for part in parts]
-            most = max(part["of"] or 0 for part in parts)  # of those that were not begun
-            record["sanitizer"].append({
-                "tool": tool, "clean": all(part["clean"] for part in parts),
-                "calls": sum(part["made"] or 0 for part in parts),
-                "of": sum(part["of"] or most for part in parts),
-                "processes": parts,
-            })  # fmt: skip
-            path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should time run out
+        for tool, started in runs.items():
+            parts: list[dict] = []
+            record["sanitizer"].append({})
+            for done in as_completed(started):
+                parts.append(done.result())
+                most = max(part["of"] or 0 for part in parts)  # of those that were not begun
+                record["sanitizer"][-1] = {
+                    "tool": tool,
+                    "clean": len(parts) == shards and all(part["clean"] for part in parts),
+                    "calls": sum(part["made"] or 0 for part in parts),
+                    "of": sum(part["of"] or most for part in parts) + most * (shards - len(parts)),
+                    "processes": parts,
+                }
+                path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should the run be killed
         record["kernels"] = kernels_run.result()
         path.write_text(json.dumps(record, indent=1) + "\n")
     for result in record["sanitizer"]:

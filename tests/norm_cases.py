@@ -1212,7 +1212,7 @@ def expected_fusion(drawn, given, z, keeps):
         off = off + between.eps * (dn.abs() + between.tiny)
     off, wdy = by_row(off), by_row(dn.abs()) * w
     off_x_hat = torch.zeros_like(off)
-    if drawn.rounds_x_hat and not (uses_kernels(device) and (case.stats_grad or drawn.route != "reference")):
+    if drawn.rounds_x_hat and (drawn.route == "reference" or not uses_kernels(device)):
         off, off_x_hat = off + 3 * coarse.eps * by_row(dn.abs()), coarse.eps * (x_hat + coarse.tiny)
     if drawn.memory_efficient and _ops.y_tells_x(given["x"], inputs.weight, inputs.bias, case.weight_offset):
         info, b = torch.finfo(case.dtype), wide["bias"].abs() if "bias" in wide else n.new_zeros(())

@@ -568,6 +568,16 @@ FOUND = {
 
 
 FOUND_FUSIONS = {
+    # The judge forgot that PyTorch operations differentiate x_hat as it was rounded: all of these elements are near 1,
+    # and are rounded the same way.
+    "Llama's rounding in PyTorch operations": Fusion(
+        Case((160, 98, 14), dtype=bf16, weight=fp32, op="rms_norm", values="first_is_outlier", eps=0.01),
+        seed=216,
+        mean=10000.0,
+        wants=("weight",),
+        route="reference",
+        rounding="llama",
+    ),
     # residual_out had x's strides.
     "a gate and tensors that lie elsewhere": Fusion(
         Case((3, 2, 8)),

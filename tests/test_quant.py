@@ -347,7 +347,9 @@ def test_what_the_operator_takes(monkeypatch):
 
     monkeypatch.setattr(_ops, "_has_clusters", lambda device: True)
     assert takes(8) and takes(4096, 128) and takes(65536) and takes(4, dtype=fp32) and takes(96, 32)
-    assert not any((takes(4), takes(4097), takes(65544), takes(4096, 256), takes(4096, 16), takes(96, 96, device="cpu")))
+    assert not any(
+        (takes(4), takes(4097), takes(65544), takes(4096, 256), takes(4096, 16), takes(96, 96, device="cpu"))
+    )
     assert takes(4096, residual_dtype=fp32) and not takes(4096, residual_dtype=fp32, z_dtype=bf16)
     monkeypatch.setattr(_ops, "_has_clusters", lambda device: False)
     assert takes(16384) and not takes(16392) and takes(8192, dtype=fp32) and not takes(8196, dtype=fp32)
