@@ -10,6 +10,11 @@ import torch
 
 CACHED_BYTES = 2 << 30
 
+# TEST_CARDS=0,1: pytest-xdist's workers take turns with these cards (benchmarks/record.sh).
+if (cards := os.environ.get("TEST_CARDS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    chosen = cards.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = chosen[int(worker.removeprefix("gw")) % len(chosen)]
+
 # Inductor's cache does not distinguish instruction sets. Code compiled for one crashes, or is wrong, in a process that
 # ATEN_CPU_CAPABILITY limits to another (torch 2.13, also without this library).
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):

@@ -6,7 +6,7 @@
 #   pair       those that want two cards, on the first two
 #   fuzz       FUZZ random cases in all (default 20000), in as many processes as there are cores
 #   sanitizer  benchmarks/sanitize.py, by the compute-sanitizer that PATH has first
-#   racecheck  the same by racecheck, in a build of its own, on RACECHECK_CARDS (such as 0,1; default: its row's)
+#   racecheck  the same by racecheck, in a build of its own
 #   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
 #   promises   tests/test_reliability.py, which wants the card for itself
 #   warm       fills the compile caches for what follows, in as many processes as there are cores
@@ -20,6 +20,8 @@
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
 # and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
+# CARDS=0,1: the processes of tests, fuzz, sanitizer and racecheck take turns with these cards, instead of their row's. With
+# 28 workers on two H100 all tests took 171 s, and memcheck, initcheck and synccheck, side by side, 180 s.
 # The build's own record is build.json (benchmarks/build_record.py). BUILD=true builds nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -50,6 +52,9 @@ within() { # seconds, command; SIGINT: pytest still writes its report
 }
 seconds_or_inf() { if (($1)); then echo "$1"; else echo inf; fi; }
 
+# For parts that take turns with CARDS.
+chosen_cards() { echo "${CARDS:-$CUDA_VISIBLE_DEVICES}"; }
+
 pytest_into() { # report, seconds, arguments
   local report=$work/$1.xml limit=$2
   shift 2
@@ -60,7 +65,7 @@ part_tests() {
   local failed=0 filling
   read -ra files <<< "$TESTS"
   if ((WORKERS)); then
-    export OMP_NUM_THREADS=1
+    export OMP_NUM_THREADS=1 TEST_CARDS=$(chosen_cards)
     pytest_into tests_filling "$1" tests/test_reported_failures.py > "$out/tests_filling.log" 2>&1 &
     filling=$!
     pytest_into tests_rest "$1" -n "$WORKERS" --dist worksteal "${files[@]}" || failed=1
@@ -83,12 +88,14 @@ part_pair() {
 }
 
 part_fuzz() {
-  local tests processes each i pids=() failed=0
+  local tests processes each i pids=() failed=0 cards
   processes=$(nproc)
   tests=$(python3 -m pytest -q -p no:cacheprovider --collect-only -k test_fuzz_ tests/test_fuzz.py | grep -c ::)
   each=$(((FUZZ - 1) / (processes * tests) + 1))
+  IFS=, read -ra cards <<< "$(chosen_cards)"
   for ((i = 1; i <= processes; i++)); do
-    FUZZ=$each FUZZ_SECONDS=$(seconds_or_inf $(($1 / tests))) OMP_NUM_THREADS=1 pytest_into "fuzz_$i" "$(($1 + $1 / 3))" \
+    CUDA_VISIBLE_DEVICES=${cards[i % ${#cards[@]}]} FUZZ=$each FUZZ_SECONDS=$(seconds_or_inf $(($1 / tests))) \
+      OMP_NUM_THREADS=1 pytest_into "fuzz_$i" "$(($1 + $1 / 3))" \
       --hypothesis-seed="$((SEED + i))" tests/test_fuzz.py -k "test_fuzz_ or found" > "$work/fuzz_$i.log" 2>&1 &
     pids+=($!)
   done
@@ -100,13 +107,19 @@ part_fuzz() {
 }
 
 part_sanitizer() {
-  python3 benchmarks/sanitize.py "$out" --processes $((($(nproc) + 3) / 4)) --seconds "$(seconds_or_inf "$1")"
+  local cards
+  cards=$(chosen_cards)
+  unset CUDA_VISIBLE_DEVICES
+  # A process of each tool for each card: the tools' memory grows
+  python3 benchmarks/sanitize.py "$out" --cards "$cards" --processes "$(tr ',' '\n' <<< "$cards" | wc -l)" --restarts 8 \
+    --seconds "$(seconds_or_inf "$1")"
 }
 
 part_racecheck() {
   while [[ ! -f $work/race.status ]]; do sleep 1; done
   if [[ $(cat "$work/race.status") != 0 ]]; then tail -n 30 "$out/racecheck_build.log"; return 1; fi
-  local cards=${RACECHECK_CARDS:-$CUDA_VISIBLE_DEVICES}
+  local cards
+  cards=$(chosen_cards)
   unset CUDA_VISIBLE_DEVICES
   cd "$work/race"
   PYTHONPATH="$work/race:$PYTHONPATH" python3 benchmarks/sanitize.py "$out" --tools racecheck --cards "$cards" \
