@@ -240,7 +240,7 @@ def model_rows(models):
 
 
 def model_details(models):
-    """The table of benchmarks/README.md: also the spread, and GPU time of the kernels of norms and adds."""
+    """The table of benchmarks/records.md: also the spread, and GPU time of the kernels of norms and adds."""
     for key, name in MODELS.items():
         row = [name]
         for mode in ("eager", "compile"):
@@ -271,10 +271,10 @@ def build_rows(records):
 # page, how its table begins, the records, how they are read, the rows
 TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
-    ("benchmarks/README.md", "| model | eager", "models_*.json", whole_models, model_details),
-    ("benchmarks/README.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
-    ("benchmarks/README.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
-    ("benchmarks/README.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
+    ("benchmarks/records.md", "| model | eager", "models_*.json", whole_models, model_details),
+    ("benchmarks/records.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
+    ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
+    ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
     ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
@@ -286,7 +286,7 @@ TABLES = (
 
 def pages(folder):
     """{name: the page with its tables}."""
-    names = ("README.md", "benchmarks/README.md", "docs/fusions.md", "docs/install.md", "docs/reliability.md")
+    names = ("README.md", "benchmarks/records.md", "docs/fusions.md", "docs/install.md", "docs/reliability.md")
     found = {name: (ROOT / name).read_text() for name in names}
     for name, beginning, pattern, records, rows in TABLES:
         lines = found[name].split("\n")

@@ -22,7 +22,14 @@ HOME_ONLY = "\n\n" + "\n".join(
             "docs/limits",
             "docs/troubleshooting",
         ],
-        "Trust": ["benchmarks/README", "benchmarks/tuning", "docs/reliability", "SECURITY", "CHANGELOG"],
+        "Trust": [
+            "benchmarks/README",
+            "benchmarks/records",
+            "benchmarks/tuning",
+            "docs/reliability",
+            "SECURITY",
+            "CHANGELOG",
+        ],
         "Build": ["docs/how_it_works", "docs/extending", "docs/checklist", "examples/README", "CONTRIBUTING"],
     }.items()
 )
