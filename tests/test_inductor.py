@@ -381,6 +381,117 @@ def test_modulation_in_two_dtypes(device, x_dtype, dtype, casts):
     check(adaptive, leaves, folded, folded)
 
 
+def gated_sum(x, r, m):
+    """residual + gate * x, a gate for each sample"""
+    return x + (r[:, 0] @ m).unsqueeze(1) * (r @ m)
+
+
+def dit(x, r, m, weight, bias):
+    for _ in range(2):
+        shift, scale, gate = (r[:, 0] @ m.repeat(1, 3)).unsqueeze(1).chunk(3, -1)
+        x = x + gate * ((plain(x) * (1 + scale) + shift).to(m.dtype) @ m)
+    return (plain(x) * (1 + scale) + shift).to(m.dtype) @ m, x
+
+
+def gated_alone(x, r, m, weight, bias):
+    return plain(gated_sum(x, r, m)).to(m.dtype) @ m
+
+
+def gated_rms_of_frames(x, r, m, weight, bias):
+    x, gate = x[None], (r[:, 0] @ m).view(1, 2, 1, SIZE)
+    z = (x @ m) * gate + x
+    return fused_rms_norm(z, normalized_shape=SIZE) @ m, z
+
+
+def gated_in_adaptive_norm(x, r, m, weight, bias):
+    return fused_adaptive_layer_norm(gated_sum(x, r, m), *conditions(r, m), out_dtype=m.dtype) @ m
+
+
+def gated_by_unlearned_values(x, r, m, weight, bias):  # backward would need what the gate multiplies
+    return plain(x + conditions(r, m)[0].detach() * (r @ m)) @ m
+
+
+def gated_unlearned_values(x, r, m, weight, bias):
+    return plain(x + conditions(r, m)[0] * (r @ m).detach()) @ m
+
+
+def gated_for_all_rows(x, r, m, weight, bias):
+    return fused_adaptive_layer_norm(x + weight[None, None] * (r @ m), bias[None, None], None) @ m
+
+
+GATED = [
+    (dit, {"gate": 2, "modulation": 3, "grad_gate": 2, "grad_residual": 3}),
+    (gated_alone, {"gate": 1, "grad_gate": 1}),
+    (gated_rms_of_frames, {"gate": 1, "grad_gate": 1, "grad_residual": 1}),
+    (gated_in_adaptive_norm, {"gate": 1, "grad_gate": 1}),
+    (gated_by_unlearned_values, {"gate": 1}),
+    (gated_unlearned_values, {"gate": 1, "grad_gate": 1}),
+    (gated_for_all_rows, {"gate": 1, "grad_gate": 1}),
+]  # fmt: skip
+
+
+def without_gradients(folds):
+    return {name: count for name, count in folds.items() if not name.startswith("grad_")}
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize("function, folds", GATED)
+def test_gate(device, function, folds, dtype):
+    leaves = [leaf(*s, device=device, dtype=dtype) for s in sizes()]
+    check(function, leaves, folds, without_gradients(folds))
+
+
+def gated_cast(x, r, m, weight, bias):
+    return plain(x + (conditions(r, m)[0] * (r @ m)).to(x.dtype)).to(m.dtype) @ m
+
+
+def gated_cast_residual(x, r, m, weight, bias):
+    """The gradient of the residual is rounded, too."""
+    stream = r.to(x.dtype) + 0
+    with torch.no_grad():
+        y = plain(stream).to(m.dtype)
+    z = stream + conditions(r, m)[0] * (y @ m)
+    return plain(z).to(m.dtype) @ m, x + 1, z
+
+
+def gated_cast_residual_alone(x, r, m, weight, bias):
+    return gated_cast_residual(x, r, m, weight, bias)[:2]
+
+
+GATED_STREAMS = [
+    (dit, dict(GATED)[dit] | {"cast": 3}),
+    (gated_alone, {"gate": 1, "grad_gate": 1, "cast": 1}),
+    (gated_in_adaptive_norm, {"gate": 1, "grad_gate": 1}),
+    (gated_cast, {"gate": 1, "grad_gate": 1, "cast": 1}),
+    (gated_cast_residual, {"gate": 1, "grad_gate": 1, "cast": 2, "grad_residual": 1}),
+    (gated_cast_residual_alone, {"gate": 1, "grad_gate": 1, "cast": 2}),
+]
+
+
+@pytest.mark.parametrize("function, folds", GATED_STREAMS)
+def test_gate_of_float32_stream(device, function, folds):
+    """the product is of 16 bits"""
+    leaves = [leaf(*s, device=device, dtype=bf16 if i else fp32) for i, s in enumerate(sizes())]
+    check(function, leaves, folds, without_gradients(folds))
+
+
+def test_gate_under_autocast(device):
+    """the stream is float32, gates and products of matrices are bf16"""
+
+    def under_autocast(*leaves):
+        with torch.autocast(torch.device(device).type, bf16):
+            return dit(*leaves)
+
+    leaves = [leaf(*s, device=device) for s in sizes()]
+    truth = results_of(dit, [t.detach().double().requires_grad_() for t in leaves])
+    eager = results_of(under_autocast, leaves)
+    found = results_of(torch.compile(under_autocast, backend=fold_backend, fullgraph=True), leaves)
+    assert inductor.counters == Counter(dict(GATED_STREAMS)[dit])
+    for i, triple in enumerate(zip(found, eager, truth, strict=True)):
+        if triple[1] is not None:
+            assert_no_worse(*triple, f"result {i}")
+
+
 def of_activation(activation, norm=norm):
     def function(x, r, m, weight, bias):
         return activation(norm(x @ m, weight, bias)) @ m
@@ -446,6 +557,7 @@ SYMBOLIC = [
     *((f, {"residual": n, "grad_residual": k}) for f, n, k in FOLDED if f in (used_elsewhere, chain, flattened)),
     (modulated, {"residual": 1}),
     (adaptive, {"modulation": 1}),
+    (dit, dict(GATED)[dit]),
     (activated_plain, {"activation": 1}),
 ]
 
@@ -628,7 +740,60 @@ def activated_ragged_rows(x, r, m, weight, bias):
     return torch.relu(fused_layer_norm(x[..., :15].sin(), weight[:15], bias[:15])) @ m[:15]
 
 
+def gated_by_token(x, r, m, weight, bias):
+    return plain(x + r * (x @ m)) @ m
+
+
+def gated_with_weight(x, r, m, weight, bias):  # of another shape than the gate
+    return norm(gated_sum(x, r, m), weight, bias) @ m
+
+
+def gated_and_read(x, r, m, weight, bias):
+    product = conditions(r, m)[0] * (r @ m)
+    return plain(x + product) @ m, product.sin()
+
+
+def gated_pointwise(x, r, m, weight, bias):  # Inductor multiplies where it computes sin
+    return plain(x + conditions(r, m)[0] * (r @ m).sin()) @ m
+
+
+def gated_pointwise_residual(x, r, m, weight, bias):
+    return plain(x.sin() + conditions(r, m)[0] * (r @ m)) @ m
+
+
+def gated_by_number(x, r, m, weight, bias):
+    return plain(x + 0.5 * (r @ m)) @ m
+
+
+def gated_square(x, r, m, weight, bias):
+    y = r @ m
+    return plain(x + y * y) @ m
+
+
+def gated_of_ragged_rows(x, r, m, weight, bias):  # on CUDA the load stage would be a kernel of its own
+    z = gated_sum(x, r, m)[..., :15].contiguous() + conditions(r, m)[0][..., :15] * (x[..., :15] @ m[:15, :15])
+    return fused_layer_norm(z, normalized_shape=15) @ m[:15]
+
+
+def gated_to_wider_result(x, r, m, weight, bias):
+    return fused_layer_norm(gated_sum(x, r, m), normalized_shape=SIZE, out_dtype=fp64).sin()
+
+
+def gated_and_activated(x, r, m, weight, bias):
+    return fused_layer_norm(gated_sum(x, r, m), normalized_shape=SIZE, activation="relu") @ m
+
+
 LEFT = [
+    gated_by_token,
+    gated_with_weight,
+    gated_and_read,
+    gated_pointwise,
+    gated_pointwise_residual,
+    gated_by_number,
+    gated_square,
+    gated_of_ragged_rows,
+    gated_to_wider_result,
+    gated_and_activated,
     modulated_and_read,
     modulated_by_token,
     modulated_with_weight,
@@ -676,6 +841,77 @@ def test_left_in_training(device):
         return (plain(x.detach()) * (1 + scale) + shift) @ m
 
     check(first_norm, [leaf(*s, device=device) for s in sizes()], {}, {"modulation": 1})
+
+
+@pytest.mark.parametrize("x_dtype, dtype", [(fp32, fp32), (bf16, bf16), (fp32, bf16)])
+def test_gate_of_another_dtype(device, x_dtype, dtype):
+    """the operator takes a gate of x's dtype only, no float64, and y of x's dtype in one kernel"""
+
+    def other_gate(x, r, m, weight, bias):
+        return plain(x + conditions(r, m)[0].to(fp32 if dtype == bf16 else bf16) * (r @ m)).to(m.dtype) @ m
+
+    leaves = [leaf(*s, device=device, dtype=dtype if i else x_dtype) for i, s in enumerate(sizes())]
+    casts = {} if dtype == fp32 else {"cast": 1}
+    check(other_gate, leaves, casts, casts)
+
+
+def test_gate_of_float64(device):
+    check(gated_alone, [leaf(*s, device=device, dtype=fp64) for s in sizes()], {}, {})
+
+
+def test_gate_beside_a_wider_y(device):
+    """a float32 stream, and y is read in float32"""
+
+    def wider(x, r, m, weight, bias):
+        return plain(gated_sum(x, r, m)).sin()
+
+    check(wider, [leaf(*s, device=device, dtype=bf16 if i else fp32) for i, s in enumerate(sizes())], {}, {})
+
+
+@pytest.mark.parametrize("function, folds, without", [
+    # the gradients of the product are not where they are expected, but forward is folded
+    ("flattened", {"gate": 1, "grad_residual": 1}, {"gate": 1}),
+    ("one row", {"gate": 1}, {"gate": 1}),
+    # the modulation or the activation has the norm, because its parameters are of another shape
+    ("other scale", {"modulation": 1}, {"modulation": 1}),
+    ("activation", {"activation": 1}, {"activation": 1}),
+    ("product that is read", {"residual": 1}, {"residual": 1}),
+])  # fmt: skip
+def test_gate_in_part(device, function, folds, without):
+    def call(x, r, m, weight, bias):
+        if function == "flattened":
+            z = gated_sum(x, r, m)
+            return (plain(z.view(-1, SIZE)) @ m).view(z.shape) + z
+        if function == "one row":
+            return plain(gated_sum(x[:, :1], r[:, :1], m)) @ m
+        if function == "other scale":
+            return (plain(gated_sum(x, r, m)) * (1 + weight[None, None]) + bias[None, None]) @ m
+        if function == "activation":
+            return torch.relu(plain(gated_sum(x, r, m))) @ m
+        product = conditions(r, m)[0] * (r @ m)
+        return plain(x + product) @ m, product
+
+    check(call, [leaf(*s, device=device) for s in sizes()], folds, without)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointed_gate(device, inside):
+    """in the region of the norm it is folded; a product of another region is not"""
+
+    def function(x, r, m, weight, bias):
+        def region(x, r, m):
+            if not inside:
+                return conditions(r, m)[0] * (r @ m)
+            z = gated_sum(x, r, m)
+            return plain(z) @ m + z
+
+        found = checkpoint(region, x, r, m, use_reentrant=False)
+        return found if inside else plain(x + found) @ m
+
+    folds = {"gate": 1, "grad_gate": 1, "grad_residual": 1} if inside else {}
+    regions_last = torch.__version__ < (2, 13)  # torch 2.11 has regions in inference, too
+    without = without_gradients(folds) if inside or regions_last else {"gate": 1}
+    check(function, [leaf(*s, device=device) for s in sizes()], folds, without)
 
 
 def test_modulated_by_sum(device):
@@ -732,7 +968,8 @@ def test_input_that_is_written(device, when):
 
 def graph_of(fold, *, writes):
     """A graph as the pass gets it: for "residual" a sum, perhaps a write to one of its terms, a weight, the norm; for
-    the others a norm, perhaps a write to its input, and what is folded into it."""
+    "gate" the sum of a product, perhaps a write to its factor, the norm; for the others a norm, perhaps a write to its
+    input, and what is folded into it."""
     from torch._subclasses import FakeTensorMode
 
     mode, graph = FakeTensorMode(), torch.fx.Graph()
@@ -750,11 +987,17 @@ def graph_of(fold, *, writes):
         found = call(fused_layernorm._ops.norm_forward, z, None, None, weight, None, None, *options)
         return call(operator.getitem, found, 0)
 
-    y = norm_of(nodes["a"], None) if fold != "residual" else call(torch.ops.aten.add.Tensor, nodes["a"], nodes["b"])
+    if fold in ("residual", "gate"):
+        add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+        y = call(add, call(mul, nodes["scale"], nodes["a"]) if fold == "gate" else nodes["a"], nodes["b"])
+    else:
+        y = norm_of(nodes["a"], None)
     if writes:
         graph.call_function(torch.ops.aten.copy_.default, (nodes["b" if fold == "residual" else "a"], nodes["c"]))
     if fold == "residual":
         graph.output((norm_of(y, call(torch.ops.aten.sin.default, nodes["w"])), y))
+    elif fold == "gate":
+        graph.output((norm_of(y, None), y))
     elif fold == "modulation":
         graph.output(call(torch.ops.aten.mul.Tensor, y, call(torch.ops.aten.sin.default, nodes["scale"])))
     else:
@@ -762,7 +1005,7 @@ def graph_of(fold, *, writes):
     return graph
 
 
-@pytest.mark.parametrize("fold", ["residual", "modulation", "activation"])
+@pytest.mark.parametrize("fold", ["residual", "gate", "modulation", "activation"])
 def test_nothing_moves_across_a_write(fold):
     for writes in (False, True):
         inductor.counters.clear()

@@ -4,13 +4,14 @@
   our operators into that operator: `add -> norm_forward` becomes a norm with a residual, `norm_forward -> add` a norm
   to whose result a residual is added, `norm_backward -> add` a backward with the residual's gradient as input. A norm
   of such a sum joins the operator of the norm before it. A modulation, y * (1 + scale) + shift, or an activation of y
-  becomes part of the norm, in training also of its backward. Casts around a float32 residual stream are folded too.
+  becomes part of the norm, in training also of its backward. So does the gate of a residual, residual + gate * x. Casts
+  around a float32 residual stream are folded too.
 - Lowerings: the Python code that Inductor generates calls the extension, not the dispatcher. cpp_wrapper, AOTInductor
   and torch.export keep the operators.
 
-`counters` counts the folds in this process: "residual", "added", "sandwich", "grad_residual", "modulation",
-"activation" and "cast" (graphs from Inductor's cache were folded earlier and are not counted). `disable()` and
-`enable()` turn both hooks off and on for graphs that are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at
+`counters` counts the folds in this process: "residual", "added", "sandwich", "grad_residual", "modulation", "gate",
+"grad_gate", "activation" and "cast" (graphs from Inductor's cache were folded earlier and are not counted). `disable()`
+and `enable()` turn both hooks off and on for graphs that are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at
 import.
 
 The hooks use private APIs of torch. If torch rejects them, there is one warning, and graphs stay unchanged.
@@ -135,16 +136,18 @@ def fold(graph: Graph) -> None:
                 norm = _fold_modulation(graph, norm, writes) or norm
                 _fold_activation(graph, norm, writes)
                 _fold_cast(graph, norm)
+                with_residual = with_residual or _fold_residual(graph, norm, writes, is_gated=True)
                 if with_residual is None and not _fold_sandwich(graph, norm, writes):
                     _fold_added(graph, norm, writes)
     for node in graph.find_nodes(op="call_function", target=_ops.norm_backward):  # also those of _fold_modulation
         with contextlib.suppress(_NoValue):
             if _is_positional(node):
-                _fold_grad_residual(graph, node, writes)
+                _fold_grad_gate(graph, _fold_grad_residual(graph, node, writes) or node, writes)
 
 
-def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
-    """norm(a + b) becomes the norm of a with the residual b, and a + b its second result. Returns the new node."""
+def _fold_residual(graph: Graph, norm: Node, writes: list[Node], is_gated: bool = False) -> Node | None:
+    """norm(a + b) becomes the norm of a with the residual b, and a + b its second result. Returns the new node.
+    With is_gated, a is the product gate * x, which the norm computes too."""
     x, residual, gate, weight, bias, philox, *given = norm.args
     options = reference.Options(*given)
     if any(t is not None for t in (residual, gate, philox, options.residual_dtype)):
@@ -156,27 +159,29 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
     if views and any(t is not None and _val(t).dim() != options.normalized_ndim for t in (weight, bias)):
         return None
     terms = _terms(z)
-    if terms is None or _region(z) != _region(norm) or not all(map(_is_in_memory, terms)):
+    if terms is None or _region(z) != _region(norm) or not (is_gated or all(map(_is_in_memory, terms))):
         return None
     dtype, results = _val(z).dtype, _results(norm)
-    pair = _stream(*terms, dtype) or _stream(*terms[::-1], dtype)
-    if pair is None or results is None or (1 in results and results[1].users):
+    stream = functools.partial(_gated_stream, norm) if is_gated else _stream
+    found = stream(*terms, dtype) or stream(*terms[::-1], dtype)
+    if found is None or results is None or (1 in results and results[1].users):
         return None
     if views and 2 in results and not all(_is(user, _ops.norm_backward) for user in results[2].users):
         return None  # stats would have another shape
     # The norm runs in the place of the sum, or after it if its parameters are computed later.
     place = max([z, *(node for node in norm.all_input_nodes if node is not x)])
-    if any(user <= place for user in z.users) or any(min(z, *terms) < write < norm for write in writes):
+    sources = dict.fromkeys((*terms, *map(_uncast, terms)))
+    if any(user <= place for user in z.users) or any(min(z, *sources) < write < norm for write in writes):
         return None
 
     y_dtype = options.out_dtype or dtype
     options = options._replace(
-        out_dtype=None if y_dtype == _val(pair[0]).dtype else y_dtype,
-        residual_dtype=None if dtype == _val(pair[1]).dtype else dtype,
+        out_dtype=None if y_dtype == _val(found[0]).dtype else y_dtype,
+        residual_dtype=None if dtype == _val(found[1]).dtype else dtype,
     )
     if _garbles_dtypes() and (options.out_dtype or options.residual_dtype):
         return None
-    new = _insert_behind(place, norm, _ops.norm_forward, (*pair, None, weight, bias, None, *options))
+    new = _insert_behind(place, norm, _ops.norm_forward, (*found, weight, bias, None, *options))
     if not _same_layout(new.meta["val"][1], _val(z)):  # such as a sum of two transposed tensors
         graph.erase_node(new)
         return None
@@ -186,9 +191,8 @@ def _fold_residual(graph: Graph, norm: Node, writes: list[Node]) -> Node | None:
             y = _call(graph, norm, view.target, (y, *view.args[1:]))
     z.replace_all_uses_with(z_out)
     _replace(graph, norm, results, {0: y, 2: stats})
-    graph.erase_node(z)
-    _erase_unread(graph, y, z_out, stats)
-    counters["residual"] += 1
+    _erase_unread(graph, z, *sources, y, z_out, stats)
+    counters["gate" if is_gated else "residual"] += 1
     return new
 
 
@@ -521,23 +525,59 @@ def _matches(pattern: Node, node: Any, bound: dict[Node, Node]) -> bool:
     )
 
 
-def _is_one_kernel(x: Node, options: reference.Options, backward: Node | None = None) -> bool:
+def _is_one_kernel(x: Node, options: reference.Options, backward: Node | None = None, short_row: int = 8192) -> bool:
     """Whether the stage is part of the norm's kernel on CUDA, and of the kernel of backward: rows of whole 16-byte
-    vectors, of at most 32 KiB, or 8 KiB in a backward without clusters."""
+    vectors, of at most 32 KiB, or `short_row` bytes in a backward without clusters."""
     value = _val(x)
     sizes = value.shape[-options.normalized_ndim :]
     if not all(isinstance(n, int) for n in sizes):
         return False
     row_bytes = math.prod(sizes) * value.element_size()
     has_short_rows = backward is not None and value.is_cuda and not _ops._has_clusters(value.device)
-    return row_bytes % 16 == 0 and row_bytes <= (8192 if has_short_rows else 32768)
+    return row_bytes % 16 == 0 and row_bytes <= (short_row if has_short_rows else 32768)
 
 
-def _stream(a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
-    """(x, residual) of a norm of a + b, a sum in `dtype`, if the operator accepts a as x and b as residual."""
+def _stream(a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node, Node | None] | None:
+    """(x, residual, no gate) of a norm of a + b, a sum in `dtype`, if the operator accepts a as x and b as residual."""
     a, b = _uncast(a), _uncast(b)
     is_x = _val(a).dtype == dtype or (dtype == torch.float32 and _val(a).dtype in _NARROW)
-    return (a, b) if is_x and _val(b).dtype in (_val(a).dtype, dtype) else None
+    return (a, b, None) if is_x and _val(b).dtype in (_val(a).dtype, dtype) else None
+
+
+def _gated_stream(norm: Node, a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node, Node] | None:
+    """(x, residual, gate) of a norm of a + b, if a is gate * x, which nothing else reads, rows share the gate, and one
+    kernel takes the call."""
+    options, found = reference.Options(*norm.args[6:]), _stream(a, b, dtype)
+    if found is None:
+        return None
+    product, residual, _ = found
+    if (
+        any(_only_user(node) is None or _region(node) != _region(norm) for node in (a, product))
+        or _val(residual).dtype != dtype
+        or not _is_in_memory(residual)
+        or any((options.activation, options.per_head, options.rounds_x_hat))
+    ):
+        return None
+    for gate in product.args:
+        x = _other_operand(product, _MUL, gate)
+        if (
+            x is not None
+            and isinstance(gate, Node)
+            and _is_in_memory(x)
+            and _same(_val(x).shape, _val(residual).shape)
+            and _val(x).dtype == _val(gate).dtype == (options.out_dtype or dtype)
+            and _is_shared(gate, x, options)
+            and all(t is None or _same(_val(t).shape, _val(gate).shape) for t in norm.args[3:5])
+            and _has_gate_kernel(x, residual, options)
+        ):
+            return x, residual, gate
+    return None
+
+
+def _has_gate_kernel(x: Node, z: Node, options: reference.Options, backward: Node | None = None) -> bool:
+    """_is_one_kernel for z = residual + gate * x. Its backward without clusters takes at most 2048 columns."""
+    has_kernel = _val(x).dtype in (*_NARROW, torch.float32)
+    return has_kernel and all(_is_one_kernel(t, options, backward, 2048 * _val(t).element_size()) for t in (x, z))
 
 
 def _fold_cast(graph: Graph, norm: Node) -> None:
@@ -563,8 +603,9 @@ def _fold_cast(graph: Graph, norm: Node) -> None:
     counters["cast"] += 1
 
 
-def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> None:
-    """grad_x + other becomes grad_x of a backward with grad_residual_out `other`, if only the sum is read."""
+def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Node | None:
+    """grad_x + other becomes grad_x of a backward with grad_residual_out `other`, if only the sum is read. Returns
+    the new node."""
     if (narrow := _uncast(backward.args[0])) < backward.args[0] and not any(narrow < w < backward for w in writes):
         backward.update_arg(0, narrow)  # the kernel reads any dtype
         backward.meta.pop("eager_input_vals", None)
@@ -573,7 +614,7 @@ def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Non
     is_plain = all(t is None for t in (grad_residual_out, x, gate, philox, options.residual_dtype))
     results = _results(backward)
     if not is_plain or results is None or 0 not in results or not wanted.wants_x or wanted.z_is_y:
-        return
+        return None
     grad, views = results[0], []
     while _is(user := _only_user(grad), *_VIEWS) and _same(_val(user).shape[-given[0] :], _val(z).shape[-given[0] :]):
         views.append(user)
@@ -581,17 +622,17 @@ def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Non
     total = _only_user(grad)
     terms = _terms(total)
     if terms is None or _region(total) != _region(backward) or _val(total).dtype != _val(grad).dtype:
-        return
+        return None
     other = _uncast(terms[1] if terms[0] is grad else terms[0])
     shape = z.args[1] if _is(z, *_VIEWS) else list(_val(z).shape)
     if not _same_layout(_val(grad), _val(total)) or (views and any(isinstance(n, torch.SymInt) for n in shape)):
-        return
+        return None
     # It runs once the other gradient exists; readers of its other results must come later.
     place = max(backward, other)
     if any(user <= place for part in results.values() for user in part.users):
-        return
+        return None
     if any(min(backward, *terms) < write < total for write in writes):
-        return
+        return None
 
     # In a float32 stream the gradient of a 16-bit term is the rounded gradient.
     dtype = _val(z).dtype
@@ -618,6 +659,64 @@ def _fold_grad_residual(graph: Graph, backward: Node, writes: list[Node]) -> Non
     _replace(graph, backward, results, dict(enumerate(parts)))
     _erase_unread(graph, *parts)
     counters["grad_residual"] += 1
+    return new
+
+
+def _fold_grad_gate(graph: Graph, backward: Node, writes: list[Node]) -> None:
+    """The products of grad_z with gate and, summed over the rows that share it, with x become the gradients of x and
+    gate of a backward, if z = residual + gate * x is forward's second result."""
+    grad_output, grad_residual_out, z, stats, _, present_gate, weight, bias, philox, *given = backward.args
+    options, wanted = _ops._split(given)
+    forward, results = z.args[0] if _is(z, operator.getitem) and z.args[1] == 1 else None, _results(backward)
+    if not _is(forward, _ops.norm_forward) or not _is_positional(forward) or results is None or 0 not in results:
+        return
+    x, _, gate, forward_weight, *_ = forward.args
+    if gate is None or present_gate is not None or philox is not None or weight is not forward_weight:
+        return
+    dtype, z_dtype, grad = _val(x).dtype, _val(z).dtype, results[0]
+    if (
+        not wanted.wants_x
+        or wanted.z_is_y
+        or wanted.grad_residual_dtype not in (None, z_dtype)
+        or _val(grad_output).dtype != dtype
+        or not _has_gate_kernel(x, z, options, backward)
+    ):
+        return
+    # In a float32 stream the products are made of the rounded gradient.
+    grads = [grad] if _val(grad).dtype == dtype else [u for u in grad.users if _is(u, _CAST) and _val(u).dtype == dtype]
+    of_x = [user for g in grads for user in g.users if _other_operand(user, _MUL, g) is gate]
+    of_gate = [user for g in grads for user in g.users if _other_operand(user, _MUL, g) is x]
+    sums = [_only_user(product) for product in of_gate]  # without them x need not be saved
+    nodes = [*of_x, *of_gate, *(node for node in sums if node is not None)]
+    if (
+        not sums
+        or not all(_is_sum_to(gate, node) for node in sums)
+        or any(_val(node).dtype != dtype or _region(node) != _region(backward) for node in nodes)
+        or any(backward < write < max(nodes) for write in writes)
+    ):
+        return
+
+    others = {user for g in (grad, *grads) for user in g.users} - {*grads, *nodes}
+    wanted = wanted._replace(
+        x_dtype=dtype,
+        wants_x=bool(of_x),
+        wants_gate=True,
+        grad_residual_dtype=z_dtype if others or 1 in results else None,
+    )
+    arguments = (grad_output, grad_residual_out, z, stats, x, gate, weight, bias, None)
+    given = (*options._replace(residual_dtype=z_dtype), *wanted)
+    parts = _unpack(_insert_behind(backward, backward, _ops.norm_backward, (*arguments, *given)))
+    for node in of_x:
+        node.replace_all_uses_with(parts[0])
+    for node in sums:
+        node.replace_all_uses_with(parts[2])
+    _erase_unread(graph, *nodes[::-1], *(g for g in grads if g is not grad))
+    grad_z = parts[1]
+    if grad.users and _val(grad).dtype != z_dtype:
+        grad_z = _insert_behind(parts[-1], backward, _CAST, (grad_z, _val(grad).dtype))
+    _replace(graph, backward, results, {**dict(enumerate(parts)), 0: grad_z})
+    _erase_unread(graph, *parts)
+    counters["grad_gate"] += 1
 
 
 # ---- queries on a graph ----------------------------------------------------------------------------------------------
