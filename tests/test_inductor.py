@@ -1171,6 +1171,11 @@ def test_data_parallel(kind, tmp_path):
 # ---- Inductor's own code ---------------------------------------------------------------------------------------------
 
 
+needs_direct_calls = pytest.mark.skipif(
+    fused_layernorm._ops.calls is None, reason="the wheel's library has direct calls from torch 2.14 on"
+)
+
+
 def code_of(function, *arguments):
     from torch._inductor.utils import run_and_get_code
 
@@ -1185,6 +1190,7 @@ def stream_of(x, m, weight, bias):
 
 
 @pytest.mark.slow
+@needs_direct_calls
 def test_inductor(device):
     """direct calls, told which results are read; no operator is left; the results of eager mode"""
     leaves = [leaf(2, 5, SIZE, device=device), *(leaf(*s, device=device) for s in sizes()[2:])]
@@ -1408,9 +1414,7 @@ def test_caches(tmp_path):
     assert off_and_on == ["0", "0", "1", "0", "1", "0"]
 
 
-@pytest.mark.skipif(
-    fused_layernorm._ops.calls is None, reason="the wheel's library has direct calls from torch 2.14 on"
-)
+@needs_direct_calls
 def test_direct_call():
     """call_norm_forward: the operator's results; by the dispatcher where a mode must see it; bad arguments"""
     calls = fused_layernorm._ops.calls
