@@ -21,7 +21,7 @@
 # and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
 # CARDS=0,1: the processes of tests, fuzz, sanitizer and racecheck take turns with these cards, instead of their row's. With
-# 28 workers on two H100 all tests took 171 s, and memcheck, initcheck and synccheck, side by side, 180 s.
+# 28 workers on two H100 the tests took 171 s, and memcheck, initcheck and synccheck, side by side, 180 s.
 # The build's own record is build.json (benchmarks/build_record.py). BUILD=true builds nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -439,3 +439,14 @@ def test_the_judge_finds_faults(code, granularity):
     down = codes[torch.searchsorted(codes, exact.y.contiguous(), right=True) - 1]
     with pytest.raises(AssertionError, match="codes are wrong"):
         check(exact, down.to(fp32).to(code), torch.ones(1), code)
+
+
+def test_operator_has_no_gradient():
+    """an error, not silence, where the operator itself is asked for one; meta tensors, as it has no CPU kernel"""
+    if _ops.norm_quant is None:
+        pytest.skip("no compiled operators")
+    with torch.enable_grad():
+        x = torch.empty(3, 64, device="meta", requires_grad=True)
+        _, _, y, _ = _ops.norm_quant(x, None, None, None, None, 1, 1e-5, 0.0, True, None, int8, 64, False, True)
+        with pytest.raises(RuntimeError, match="derivative .*norm_quant is not implemented"):
+            y.sum().backward()
