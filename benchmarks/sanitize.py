@@ -216,7 +216,7 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     norm = draw.choice((fused_layer_norm, fused_rms_norm))
-                    for drops in (False, True):  # kernels of their own
+                    for drops in (False, True):  # code of their own
                         chosen = draw.choice([each for each in after if ("dropout_p" in each) == drops])
                         calls.append((plain, rows, hidden_size, dtype, draw.choice((dtype, single)), norm, 0, chosen))
                     calls.append((plain, rows, hidden_size, dtype, draw.choice((dtype, single)), norm, 0,
@@ -298,11 +298,15 @@ def list_calls(light=False):
 
 def is_followed(call, tool):
     """Whether the tool follows all that the call does. initcheck does not see what the copy engine writes, which is a
-    ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 reports
-    whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that traps there unless
-    __activemask() has all lanes, check_kernels ran to its end."""
+    ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 has two
+    faults. It reports whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that traps
+    there unless __activemask() has all lanes, check_kernels ran to its end. And where an SM has two blocks of clusters of
+    16, a kernel with any mbarrier ends with an illegal address under it: docs/reliability.md."""
     function, *arguments = call
     if tool == "synccheck" and sanitizer_version().startswith("2025.3"):
+        if function.__name__ in ("plain", "add") and arguments[0] > FEW and arguments[2].itemsize == 2:
+            if arguments[1] % 8 and 8 * 5120 < arguments[1] <= 16 * 5120:  # RaggedBackwardLadder
+                return False
         return all(str(argument) != "torch.float64" for argument in arguments)
     if tool != "initcheck" or function.__name__ != "plain" or "memory_efficient" not in arguments[6]:
         return True

@@ -985,6 +985,7 @@ void time_all(const std::string& only) {
       {"segments 8 gate residual", "fp32",
        [](Case& c) { c.segments = 8, c.load = c.has_residual = c.has_gro = c.has_gate = true; }, few},
       {"per-row weight", "bf16", [](Case& c) { c.segments = -1; }, few},
+      {"per-row weight", "bf16/w32", [](Case& c) { c.segments = -1; }, few},
       {"per-row weight gate residual", "bf16",
        [](Case& c) { c.segments = -1, c.load = c.has_residual = c.has_gro = c.has_gate = true; }, few},
       {"relu", "bf16", [](Case& c) { c.activation = Activation::kRelu; }, few},
@@ -992,6 +993,8 @@ void time_all(const std::string& only) {
       {"gelu_tanh", "bf16", [](Case& c) { c.activation = Activation::kGeluTanh; }, few},
       {"silu", "bf16", [](Case& c) { c.activation = Activation::kSilu; }, some},
       {"dropout of y", "bf16", [](Case& c) { c.drops_y = true, c.p = 0.1; }, some},
+      {"dropout of y", "fp16", [](Case& c) { c.drops_y = true, c.p = 0.1; }, few},
+      {"dropout of y", "fp32", [](Case& c) { c.drops_y = true, c.p = 0.1; }, few},
       {"gelu dropout of y", "bf16", [](Case& c) { c.activation = Activation::kGelu, c.drops_y = true, c.p = 0.1; },
        few},
       {"gelu", "fp16", [](Case& c) { c.activation = Activation::kGelu; }, few},
@@ -1036,6 +1039,9 @@ void time_all(const std::string& only) {
                     })->t.x;
     for (const int64_t n : cell.sizes) run_case(cell, n, kTimedBytes / dtype_bytes(x) / n);
   }
+  for (const char* types : {"bf16", "fp32"})
+    for (const int64_t n : {4194304, 16777216})
+      for (const int64_t rows : {1, 8}) run_case({"layer_norm", types, plain, {}}, n, rows);
   const Timed few_rows[] = {{"few rows layer_norm", "bf16", plain, {}},
                             {"few rows rms_norm", "bf16", plain, {}, true},
                             {"few rows layer_norm", "fp32", plain, {}},

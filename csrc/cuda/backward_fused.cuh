@@ -991,9 +991,8 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
     return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});
   if (has_row_gate)
     return launch(std::integral_constant<Family, Family::kRowGate>{}, typename RowGateGradLadder<scalar_t>::type{});
-  const std::integral_constant<Family, Family::kEpilogue> epilogue;
-  if (stages.epilogue.dropout.philox) return launch(epilogue, typename DropoutGradLadder<scalar_t>::type{});
-  if (has_epilogue) return launch(epilogue, typename EpilogueGradLadder<scalar_t>::type{});
+  if (has_epilogue)
+    return launch(std::integral_constant<Family, Family::kEpilogue>{}, typename EpilogueGradLadder<scalar_t>::type{});
   if (stages.has_load_stage) return launch(load, typename LoadGradLadder<scalar_t>::type{});
   return launch(load, typename BackwardLadder<scalar_t>::type{});
 }

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "kernel_params.h"
 #include "launch_plan.h"
@@ -11,20 +12,10 @@
 
 namespace fused_layernorm {
 
-// Four columns a thread, launched by launch_quads(). Calls f(row, col, count) for each row of the thread.
+// Eight columns a thread. Calls prepare(col, count) once for the columns, and the function that it returns once a row:
+// a thread keeps their weight and bias from row to row.
 template <typename F>
-__device__ __forceinline__ void for_each_quad(int64_t rows, int64_t hidden_size, F&& f) {
-  const int64_t first_col = 4 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x);
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
-       row += static_cast<int64_t>(gridDim.x) * blockDim.y)
-    for (int64_t col = first_col; col < hidden_size; col += int64_t{4} * gridDim.y * blockDim.x)
-      f(row, col, static_cast<int>(min(hidden_size - col, int64_t{4})));
-}
-
-// Eight columns a thread, launched by launch_eights(); the thread keeps their weight and bias from row to row. Calls
-// prepare(col, count) once for the columns, and the function that it returns once a row.
-template <typename F>
-__device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size, F&& prepare) {
+__device__ __forceinline__ void for_each_kept_eight(int64_t rows, int64_t hidden_size, F&& prepare) {
   for (int64_t col = 8 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x); col < hidden_size;
        col += int64_t{8} * gridDim.y * blockDim.x) {
     const auto of_row = prepare(col, static_cast<int>(min(hidden_size - col, int64_t{8})));
@@ -32,6 +23,13 @@ __device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size
          row += static_cast<int64_t>(gridDim.x) * blockDim.y)
       of_row(row);
   }
+}
+
+// The same with nothing to keep. Calls f(row, col, count).
+template <typename F>
+__device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size, F&& f) {
+  for_each_kept_eight(rows, hidden_size,
+                      [&](int64_t col, int count) { return [&f, col, count](int64_t row) { f(row, col, count); }; });
 }
 
 // Loads the first `count` elements of a vector of any dtype; the others are 0.
@@ -56,17 +54,29 @@ __device__ __forceinline__ void store_columns(void* target, DType dtype, int64_t
   store_vec_as<kVec>(target, dtype, offset, values, count, is_aligned<kVec>(target, dtype_bytes(dtype), offset));
 }
 
-// `vec` columns a thread, and at most `most_blocks` blocks.
+// Rows and columns of an elementwise launch.
+struct Extent {
+  int64_t rows, hidden_size;
+};
+// All elements as one row if every tensor is contiguous: then also the vectors of odd rows are aligned.
+inline Extent extent_of(int64_t rows, int64_t hidden_size, std::initializer_list<RowStrides> all_strides) {
+  for (const RowStrides& strides : all_strides)
+    if (!strides.is_even(rows) || strides.row_stride != hidden_size) return {rows, hidden_size};
+  return {1, rows * hidden_size};
+}
+
+// Launches a kernel of eight columns a thread, of at most `most_blocks` blocks; `segments` becomes the third dimension
+// of the grid.
 template <typename Kernel, typename... Arguments>
-cudaError_t launch_vecs(int vec, int64_t most_blocks, int segments, Kernel kernel, int64_t rows, int64_t hidden_size,
-                        cudaStream_t stream, const Arguments&... arguments) {
-  const int64_t vecs = (hidden_size + vec - 1) / vec;
+cudaError_t launch_eights(const Extent& extent, int64_t most_blocks, int segments, Kernel kernel, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  const int64_t vecs = vecs_of<8>(extent.hidden_size);
   int side_by_side = 1;
-  while (side_by_side < kQuadThreads && side_by_side < vecs) side_by_side *= 2;
-  const int rows_of_block = kQuadThreads / side_by_side;
+  while (side_by_side < kEightsThreads && side_by_side < vecs) side_by_side *= 2;
+  const int rows_of_block = kEightsThreads / side_by_side;
   const int64_t blocks_of_row = std::min<int64_t>((vecs + side_by_side - 1) / side_by_side, 65535);
   const int64_t blocks_of_rows =
-      std::min((rows + rows_of_block - 1) / rows_of_block, std::max<int64_t>(most_blocks / blocks_of_row, 1));
+      std::min((extent.rows + rows_of_block - 1) / rows_of_block, std::max<int64_t>(most_blocks / blocks_of_row, 1));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks_of_rows), static_cast<unsigned>(blocks_of_row),
                         static_cast<unsigned>(std::clamp(segments, 1, 65535)));
@@ -75,17 +85,17 @@ cudaError_t launch_vecs(int vec, int64_t most_blocks, int segments, Kernel kerne
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// For kernels that keep parameters from row to row.
 template <typename Kernel, typename... Arguments>
-cudaError_t launch_quads(Kernel kernel, int64_t rows, int64_t hidden_size, cudaStream_t stream,
-                         const Arguments&... arguments) {
-  return launch_vecs(4, int64_t{1} << 30, 1, kernel, rows, hidden_size, stream, arguments...);
+cudaError_t launch_kept_eights(const Extent& extent, int segments, Kernel kernel, cudaStream_t stream,
+                               const Arguments&... arguments) {
+  return launch_eights(extent, kKeepingBlocks, segments, kernel, stream, arguments...);
 }
 
-// For kernels that keep parameters between rows. `segments` becomes the third dimension of the grid.
+// For kernels that take the extent as their first argument.
 template <typename Kernel, typename... Arguments>
-cudaError_t launch_eights(Kernel kernel, int64_t rows, int64_t hidden_size, int segments, cudaStream_t stream,
-                          const Arguments&... arguments) {
-  return launch_vecs(8, kEightsBlocks, segments, kernel, rows, hidden_size, stream, arguments...);
+cudaError_t launch_eights(const Extent& extent, Kernel kernel, cudaStream_t stream, const Arguments&... arguments) {
+  return launch_eights(extent, int64_t{1} << 30, 1, kernel, stream, extent, arguments...);
 }
 
 }  // namespace fused_layernorm

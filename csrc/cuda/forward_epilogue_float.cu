@@ -1,4 +1,3 @@
 #include "forward_kernel.cuh"
 
-template cudaError_t fused_layernorm::launch_epilogue<float, false>(const KernelForwardParams&, const Epilogue&,
-                                                                    cudaStream_t);
+template cudaError_t fused_layernorm::launch_epilogue<float>(const KernelForwardParams&, const Epilogue&, cudaStream_t);

@@ -190,7 +190,7 @@ __device__ __forceinline__ void apply_gate(const RowGate& stage, const RawVec<x_
 }
 
 // The epilogue of one row.
-template <typename T, bool kQuick, bool kDrops>
+template <typename T, bool kQuick>
 struct EpilogueRow {
   Activation activation;
   RowDropout<T> dropout;
@@ -199,31 +199,27 @@ struct EpilogueRow {
   __device__ EpilogueRow(const Epilogue& epilogue, int64_t row)
       : activation(epilogue.activation), dropout(epilogue.dropout, row), drops(epilogue.dropout.philox) {}
 
+  // An activation or dropout, not both.
+  __device__ bool is_simple() const { return !drops || activation == Activation::kNone; }
+
   // Calls store_each(apply), which loops over the row's vectors and calls apply(values, first column) for each.
-  // kIsStraight: one loop per activation, as straight-line code that warps fetch without stalls; else one loop that
-  // branches to the activation for each vector, for less code.
+  // kIsStraight: one loop for dropout and for each activation, as straight-line code that warps fetch without stalls,
+  // if is_simple(); else one loop that branches for each vector, for less code.
   template <bool kIsStraight, typename F>
   __device__ __forceinline__ void apply(F&& store_each) const {
     if constexpr (kIsStraight) {
+      if (drops) return store_each([&](auto& values, int col) { dropout.apply(values, static_cast<unsigned>(col)); });
       with_activation(activation, [&](auto which) {
-        using Activated = decltype(which);
-        constexpr bool kIsRelu = std::is_same<Activated, Which<Activation::kRelu>>::value;
-        if constexpr (kDrops || !std::is_same<Activated, Which<Activation::kNone>>::value)
-          store_each([&](auto& values, int col) {
-            if constexpr (!kIsRelu) activate<kQuick>(values, which);
-            if constexpr (kDrops) dropout.apply(values, static_cast<unsigned>(col));
-            if constexpr (kIsRelu) activate<kQuick>(values, which);  // commutes with dropout, and spills before it
-          });
+        if constexpr (!std::is_same<decltype(which), Which<Activation::kNone>>::value)
+          store_each([&](auto& values, int) { activate<kQuick>(values, which); });
       });
     } else {
       store_each([&](auto& values, int col) {
         if (activation != Activation::kNone)
           with_activation(activation, [&](auto which) { activate<kQuick>(values, which); });
-        if constexpr (kDrops) {
-          int drops = this->drops;  // hidden from the optimizer: code of later vectors would be hoisted and spill
-          asm volatile("" : "+r"(drops));
-          if (drops) dropout.apply(values, static_cast<unsigned>(col));
-        }
+        int drops = this->drops;  // hidden from the optimizer: code of later vectors would be hoisted and spill
+        asm volatile("" : "+r"(drops));
+        if (drops) dropout.apply(values, static_cast<unsigned>(col));
       });
     }
   }
@@ -451,7 +447,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   const bool same_dtype = kHasStage<Fused> || params.y_dtype == dtype_of<x_t>;
   const auto epilogue = [&] {
     if constexpr (kHasEpilogue<Fused>)
-      return EpilogueRow<acc_t, sizeof(x_t) == 2, kDropsY<Fused>>(fused, row);
+      return EpilogueRow<acc_t, sizeof(x_t) == 2>(fused, row);
     else
       return NoStage{};
   }();
@@ -537,8 +533,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
       // With a load stage or a gate a branch per vector is free, and halves the code
-      if (kEager || (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
-                     (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))))) {
+      bool is_plain = kEager || (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
+                                 (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))));
+      if constexpr (kHasEpilogue<Fused>) is_plain &= epilogue.is_simple();
+      if (is_plain) {
         store(weight, bias, std::true_type{});
       } else {
         store(weight, bias, std::false_type{});
@@ -592,10 +590,10 @@ __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_
 // path through the kernel, with its own register allocation and schedule.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
-                                  kEager
-                                      ? 1
-                                      : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                    kHasLoad<Fused> || kHasGate<Fused>, kDropsY<Fused>))
+                                  kEager ? 1
+                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
+                                                                       kHasLoad<Fused> || kHasGate<Fused>,
+                                                                       kHasEpilogue<Fused>))
     norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
@@ -700,9 +698,9 @@ cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, 
   return launch_staged_forward<scalar_t>(params, WithGate<scalar_t, true>{gate}, stream);
 }
 
-template <typename scalar_t, bool drops>
+template <typename scalar_t>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream) {
-  return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t, drops>{epilogue}, stream);
+  return launch_staged_forward<scalar_t>(params, WithEpilogue<scalar_t>{epilogue}, stream);
 }
 
 }  // namespace fused_layernorm

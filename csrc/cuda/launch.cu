@@ -47,64 +47,66 @@ RowStrides contiguous(int64_t rows, int64_t hidden_size) { return {rows, hidden_
 // acc_t: double if an input or the accumulation type is fp64.
 
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    convert_kernel(const __grid_constant__ Rows source, int64_t rows, int64_t hidden_size, void* target, DType dtype,
-                   int64_t target_stride) {
-  for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
-    acc_t values[4];
-    load_columns<4>(values, source.data, source.dtype, source.strides.offset(row) + col, count);
+__global__ void __launch_bounds__(kEightsThreads)
+    convert_kernel(const __grid_constant__ Extent extent, const __grid_constant__ Rows source, void* target,
+                   DType dtype, int64_t target_stride) {
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t values[8];
+    load_columns<8>(values, source.data, source.dtype, source.strides.offset(row) + col, count);
     store_columns(target, dtype, row * target_stride + col, values, count);
   });
 }
 
-__global__ void __launch_bounds__(kQuadThreads) fill_kernel(void* target, DType dtype, int64_t count, double value) {
-  for_each_quad(1, count, [&](int64_t, int64_t col, int count) {
-    const double values[4] = {value, value, value, value};
+__global__ void __launch_bounds__(kEightsThreads)
+    fill_kernel(const __grid_constant__ Extent extent, void* target, DType dtype, double value) {
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t, int64_t col, int count) {
+    const double values[8] = {value, value, value, value, value, value, value, value};
     store_columns(target, dtype, col, values, count);
   });
 }
 
 // The load stage: computes z from x.
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    load_stage_kernel(const __grid_constant__ KernelForwardParams params, const __grid_constant__ LoadStage stage) {
-  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
-    acc_t z[4];
-    load_columns<4>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
+__global__ void __launch_bounds__(kEightsThreads)
+    load_stage_kernel(const __grid_constant__ Extent extent, const __grid_constant__ KernelForwardParams params,
+                      const __grid_constant__ LoadStage stage) {
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t z[8];
+    load_columns<8>(z, params.x, params.x_dtype, params.x_strides.offset(row) + col, count);
     if (stage.dropout.philox) RowDropout<acc_t>(stage.dropout, row).apply(z, col);
     if (stage.gate) {
-      acc_t gate[4];
-      load_columns<4>(gate, stage.gate, params.x_dtype, segment_of(params, row) * stage.gate_stride + col, count);
+      acc_t gate[8];
+      load_columns<8>(gate, stage.gate, params.x_dtype, segment_of(params, row) * stage.gate_stride + col, count);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) z[i] = mul(z[i], gate[i]);
+      for (int i = 0; i < 8; ++i) z[i] = mul(z[i], gate[i]);
     }
     if (stage.residual) {
-      acc_t residual[4];
-      load_columns<4>(residual, stage.residual, stage.residual_dtype, stage.residual_strides.offset(row) + col, count);
+      acc_t residual[8];
+      load_columns<8>(residual, stage.residual, stage.residual_dtype, stage.residual_strides.offset(row) + col, count);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) z[i] = add(residual[i], z[i]);
+      for (int i = 0; i < 8; ++i) z[i] = add(residual[i], z[i]);
     }
-    store_columns(stage.residual_out, stage.residual_out_dtype, row * params.hidden_size + col, z, count);
+    store_columns(stage.residual_out, stage.residual_out_dtype, row * extent.hidden_size + col, z, count);
   });
 }
 
 // The adjoint of the load stage without gate. `grad_norm`: the gradient of the norm of z, contiguous; it may alias a
 // result.
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    load_stage_grad_kernel(const __grid_constant__ Rows grad_norm, const __grid_constant__ Rows grad_residual_out,
-                           const __grid_constant__ GradStages stages, void* grad_input, int64_t rows,
-                           int64_t hidden_size) {
-  for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
-    const int64_t at = row * hidden_size + col;
-    acc_t grad[4];
-    load_columns<4>(grad, grad_norm.data, grad_norm.dtype, at, count);
+__global__ void __launch_bounds__(kEightsThreads)
+    load_stage_grad_kernel(const __grid_constant__ Extent extent, const __grid_constant__ Rows grad_norm,
+                           const __grid_constant__ Rows grad_residual_out, const __grid_constant__ GradStages stages,
+                           void* grad_input) {
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t row, int64_t col, int count) {
+    const int64_t at = row * extent.hidden_size + col;
+    acc_t grad[8];
+    load_columns<8>(grad, grad_norm.data, grad_norm.dtype, at, count);
     if (grad_residual_out.data) {
-      acc_t residual_grad[4];
-      load_columns<4>(residual_grad, grad_residual_out.data, grad_residual_out.dtype,
+      acc_t residual_grad[8];
+      load_columns<8>(residual_grad, grad_residual_out.data, grad_residual_out.dtype,
                       grad_residual_out.strides.offset(row) + col, count);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) grad[i] = add(grad[i], residual_grad[i]);
+      for (int i = 0; i < 8; ++i) grad[i] = add(grad[i], residual_grad[i]);
     }
     if (stages.grad_residual) store_columns(stages.grad_residual, stages.grad_residual_dtype, at, grad, count);
     if (stages.dropout.philox) RowDropout<acc_t>(stages.dropout, row).apply(grad, col);
@@ -187,11 +189,11 @@ __device__ __forceinline__ void for_each_segment(const SavedNorm& norm, F&& f) {
 
 // The epilogue: y = dropout(activation(u)), contiguous, from z and its statistics. Launched with the segments.
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
+__global__ void __launch_bounds__(kEightsThreads)
     epilogue_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue, void* y,
                     DType y_dtype) {
   for_each_segment(norm, [&](int64_t segment, const SegmentRows& rows) {
-    for_each_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
+    for_each_kept_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
       return [&, col, count, rows, u = NormOfColumns<acc_t>(norm, segment, col, count)](int64_t row) {
         row = rows.first + row * rows.step;
         acc_t values[8];
@@ -206,10 +208,10 @@ __global__ void __launch_bounds__(kQuadThreads)
 
 // The adjoint of the epilogue: grad_u, contiguous, from grad_output.
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
+__global__ void __launch_bounds__(kEightsThreads)
     epilogue_grad_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue,
                          const __grid_constant__ Rows grad_output, void* grad_u, DType grad_u_dtype) {
-  for_each_eight(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
+  for_each_kept_eight(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
     return [&, col, count, u = NormOfColumns<acc_t>(norm, 0, col, count)](int64_t row) {
       acc_t grad[8], values[8];
       load_columns<8>(grad, grad_output.data, grad_output.dtype, grad_output.strides.offset(row) + col, count);
@@ -223,10 +225,10 @@ __global__ void __launch_bounds__(kQuadThreads)
 
 // z - mean, contiguous, from y in norm.z.
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
+__global__ void __launch_bounds__(kEightsThreads)
     centered_from_y_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
   for_each_segment(norm, [&](int64_t segment, const SegmentRows& rows) {
-    for_each_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
+    for_each_kept_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
       NormOfColumns<acc_t> columns(norm, segment, col, count);
 #pragma unroll
       for (int i = 0; i < 8; ++i) columns.weight[i] = 1 / columns.weight[i];
@@ -245,49 +247,48 @@ __global__ void __launch_bounds__(kQuadThreads)
 
 // A gated norm around the plain one: target = source * activation(gate), contiguous; with `adds` source + gate.
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    gate_kernel(const __grid_constant__ Rows source, const __grid_constant__ Rows gate, Activation activation,
-                bool adds, int64_t rows, int64_t hidden_size, void* target, DType dtype) {
-  for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
-    acc_t values[4], factor[4];
-    load_columns<4>(values, source.data, source.dtype, source.strides.offset(row) + col, count);
-    load_columns<4>(factor, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
+__global__ void __launch_bounds__(kEightsThreads)
+    gate_kernel(const __grid_constant__ Extent extent, const __grid_constant__ Rows source,
+                const __grid_constant__ Rows gate, Activation activation, bool adds, void* target, DType dtype) {
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t values[8], factor[8];
+    load_columns<8>(values, source.data, source.dtype, source.strides.offset(row) + col, count);
+    load_columns<8>(factor, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
     if (!adds) with_gate_activation(activation, [&](auto which) { activate<false>(factor, which); });
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = adds ? add(values[i], factor[i]) : mul(values[i], factor[i]);
-    store_columns(target, dtype, row * hidden_size + col, values, count);
+    for (int i = 0; i < 8; ++i) values[i] = adds ? add(values[i], factor[i]) : mul(values[i], factor[i]);
+    store_columns(target, dtype, row * extent.hidden_size + col, values, count);
   });
 }
 
 // The gradient of the gate, contiguous: that of the product, times what the gate's activation was multiplied by, times
-// the derivative.
+// the derivative. At least one block an SM: without that bound nvcc 13.0 spills at 128 registers (fp64).
 template <typename acc_t>
-__global__ void __launch_bounds__(kQuadThreads)
-    gate_grad_kernel(const __grid_constant__ Rows grad_product, const __grid_constant__ Rows other,
-                     const __grid_constant__ Rows gate, Activation activation, int64_t rows, int64_t hidden_size,
+__global__ void __launch_bounds__(kEightsThreads, 1)
+    gate_grad_kernel(const __grid_constant__ Extent extent, const __grid_constant__ Rows grad_product,
+                     const __grid_constant__ Rows other, const __grid_constant__ Rows gate, Activation activation,
                      void* target, DType dtype) {
-  for_each_quad(rows, hidden_size, [&](int64_t row, int64_t col, int count) {
-    acc_t values[4], factor[4], values_of_gate[4], unused[4];
-    load_columns<4>(values, grad_product.data, grad_product.dtype, grad_product.strides.offset(row) + col, count);
-    load_columns<4>(factor, other.data, other.dtype, other.strides.offset(row) + col, count);
-    load_columns<4>(values_of_gate, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t row, int64_t col, int count) {
+    acc_t values[8], others[8], factor[8];
+    load_columns<8>(values, gate.data, gate.dtype, gate.strides.offset(row) + col, count);
+    with_gate_activation(activation, [&](auto which) { gate_of<false>(values, others, factor, which); });
+    load_columns<8>(values, grad_product.data, grad_product.dtype, grad_product.strides.offset(row) + col, count);
+    load_columns<8>(others, other.data, other.dtype, other.strides.offset(row) + col, count);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = mul(values[i], factor[i]);
-    with_gate_activation(activation, [&](auto which) { gate_of<false>(values_of_gate, unused, factor, which); });
-#pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = mul(values[i], factor[i]);
-    store_columns(target, dtype, row * hidden_size + col, values, count);
+    for (int i = 0; i < 8; ++i) values[i] = mul(mul(values[i], others[i]), factor[i]);
+    store_columns(target, dtype, row * extent.hidden_size + col, values, count);
   });
 }
 
-__global__ void __launch_bounds__(kQuadThreads) dropout_mask_kernel(const __grid_constant__ DropoutMaskParams params) {
+__global__ void __launch_bounds__(kEightsThreads)
+    dropout_mask_kernel(const __grid_constant__ Extent extent, const __grid_constant__ DropoutMaskParams params) {
   const Dropout& dropout = params.dropout;
-  for_each_quad(params.rows, params.hidden_size, [&](int64_t row, int64_t col, int count) {
+  for_each_eight(extent.rows, extent.hidden_size, [&](int64_t row, int64_t col, int count) {
     const DropoutOctet numbers(dropout, row, col);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 8; ++k)
       if (k < count)
-        params.mask[row * params.hidden_size + col + k] = numbers.number(k, col % 8 >= 4) > dropout.most_dropped;
+        params.mask[row * extent.hidden_size + col + k] = numbers.number(k % 4, k >= 4) > dropout.most_dropped;
   });
 }
 
@@ -365,8 +366,9 @@ class Sequence {
 
   void* filled(int64_t count, DType dtype, double value) {
     void* target = take(count * dtype_bytes(dtype));
-    launch(
-        [=](cudaStream_t stream) { return launch_quads(fill_kernel, 1, count, stream, target, dtype, count, value); });
+    launch([=](cudaStream_t stream) {
+      return launch_eights(Extent{1, count}, fill_kernel, stream, target, dtype, value);
+    });
     return target;
   }
 
@@ -374,8 +376,9 @@ class Sequence {
                int64_t target_stride) {
     const auto kernel =
         source.dtype == DType::kFloat64 && dtype == source.dtype ? convert_kernel<double> : convert_kernel<float>;
+    const Extent extent = extent_of(rows, hidden_size, {source.strides, {rows, target_stride, 0}});
     launch([=](cudaStream_t stream) {
-      return launch_quads(kernel, rows, hidden_size, stream, source, rows, hidden_size, target, dtype, target_stride);
+      return launch_eights(extent, kernel, stream, source, target, dtype, target_stride);
     });
   }
 
@@ -416,16 +419,11 @@ void complete_statistics(KernelForwardParams& norm, bool needs, Sequence& run) {
   if (!norm.mean_tail) norm.mean_tail = run.take(bytes);
 }
 
-template <typename scalar_t>
-cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
-  return epilogue.dropout.philox ? launch_epilogue<scalar_t, true>(norm, epilogue, stream)
-                                 : launch_epilogue<scalar_t, false>(norm, epilogue, stream);
-}
 cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
   switch (norm.x_dtype) {
-    case DType::kFloat16: return launch_epilogue_of<__half>(norm, epilogue, stream);
-    case DType::kBFloat16: return launch_epilogue_of<__nv_bfloat16>(norm, epilogue, stream);
-    default: return launch_epilogue_of<float>(norm, epilogue, stream);
+    case DType::kFloat16: return launch_epilogue<__half>(norm, epilogue, stream);
+    case DType::kBFloat16: return launch_epilogue<__nv_bfloat16>(norm, epilogue, stream);
+    default: return launch_epilogue<float>(norm, epilogue, stream);
   }
 }
 
@@ -449,8 +447,9 @@ void apply_row_gate(const Params& params, const Rows& source, const Rows& gate, 
                     Sequence& run) {
   const bool is_double = accumulation_dtype(params.x_dtype) == DType::kFloat64;
   run.launch([&](cudaStream_t stream) {
-    return launch_quads(is_double ? gate_kernel<double> : gate_kernel<float>, params.rows, params.hidden_size, stream,
-                        source, gate, params.gate_activation, adds, params.rows, params.hidden_size, target, dtype);
+    return launch_eights(extent_of(params.rows, params.hidden_size, {source.strides, gate.strides}),
+                         is_double ? gate_kernel<double> : gate_kernel<float>, stream, source, gate,
+                         params.gate_activation, adds, target, dtype);
   });
 }
 
@@ -516,8 +515,9 @@ void apply_epilogue(const SavedNorm& saved, const Epilogue& epilogue, void* y, D
                     Sequence& run) {
   const int segments = std::max(saved.segments, 1);
   run.launch([&](cudaStream_t stream) {
-    return launch_eights(is_double ? epilogue_kernel<double> : epilogue_kernel<float>, saved.rows / segments,
-                         saved.hidden_size, segments, stream, saved, epilogue, y, y_dtype);
+    return launch_kept_eights({saved.rows / segments, saved.hidden_size}, segments,
+                              is_double ? epilogue_kernel<double> : epilogue_kernel<float>, stream, saved, epilogue, y,
+                              y_dtype);
   });
 }
 
@@ -570,9 +570,13 @@ void forward(const NormForwardParams& params, Sequence& run) {
       stage.residual = residual.data;
       stage.residual_strides = residual.data ? residual.strides : RowStrides{params.rows, 0, 0};
     } else {
+      const bool is_by_row = stage.gate || stage.dropout.philox;
+      const Extent extent = is_by_row ? Extent{params.rows, params.hidden_size}
+                                      : extent_of(params.rows, params.hidden_size,
+                                                  {x.strides, stage.residual ? stage.residual_strides : x.strides});
       run.launch([&](cudaStream_t stream) {
-        return launch_quads(is_double ? load_stage_kernel<double> : load_stage_kernel<float>, params.rows,
-                            params.hidden_size, stream, norm, stage);
+        return launch_eights(extent, is_double ? load_stage_kernel<double> : load_stage_kernel<float>, stream, norm,
+                             stage);
       });
       const Rows z = run.readable({of_z.x, of_z.x_strides, of_z.x_dtype}, is_double ? params.x_dtype : params.z_dtype);
       of_z.x = z.data;
@@ -705,10 +709,13 @@ void backward_of_z(BackwardCall call, Sequence& run) {
       (!residual_grad.data && !load.dropout.philox && is_done(grad_input) && is_done(grad_residual)))
     return;
   const Rows grad_norm{call.norm.grad_input, contiguous(call.norm.rows, call.norm.hidden_size), dtype};
+  const RowStrides& strides = residual_grad.data ? residual_grad.strides : grad_norm.strides;
+  const Extent extent = load.dropout.philox ? Extent{call.norm.rows, call.norm.hidden_size}
+                                            : extent_of(call.norm.rows, call.norm.hidden_size, {strides});
   run.launch([&](cudaStream_t stream) {
-    return launch_quads(dtype == DType::kFloat64 ? load_stage_grad_kernel<double> : load_stage_grad_kernel<float>,
-                        call.norm.rows, call.norm.hidden_size, stream, grad_norm, residual_grad, load, grad_input,
-                        call.norm.rows, call.norm.hidden_size);
+    return launch_eights(extent,
+                         dtype == DType::kFloat64 ? load_stage_grad_kernel<double> : load_stage_grad_kernel<float>,
+                         stream, grad_norm, residual_grad, load, grad_input);
   });
 }
 
@@ -874,8 +881,9 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     void* centered = run.take_rows(dtype);
     run.launch([&](cudaStream_t stream) {
       const int64_t rows = params.segments > 1 ? params.rows / params.segments : params.rows;
-      return launch_eights(is_double ? centered_from_y_kernel<double> : centered_from_y_kernel<float>, rows,
-                           params.hidden_size, params.segments, stream, saved, centered, dtype);
+      return launch_kept_eights({rows, params.hidden_size}, params.segments,
+                                is_double ? centered_from_y_kernel<double> : centered_from_y_kernel<float>, stream,
+                                saved, centered, dtype);
     });
     z = {centered, contiguous(params.rows, params.hidden_size), dtype};
     if (!params.is_rms_norm && params.hidden_size == 1)  // the mean tells the kernels that this is no RMSNorm
@@ -885,8 +893,9 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     const DType dtype = grad_output.dtype == z.dtype ? z.dtype : acc_dtype;
     void* grad_u = run.take_rows(dtype);
     run.launch([&](cudaStream_t stream) {
-      return launch_eights(is_double ? epilogue_grad_kernel<double> : epilogue_grad_kernel<float>, params.rows,
-                           params.hidden_size, 1, stream, saved, call.stages.epilogue, grad_output, grad_u, dtype);
+      return launch_kept_eights({params.rows, params.hidden_size}, 1,
+                                is_double ? epilogue_grad_kernel<double> : epilogue_grad_kernel<float>, stream, saved,
+                                call.stages.epilogue, grad_output, grad_u, dtype);
     });
     grad_output = {grad_u, contiguous(params.rows, params.hidden_size), dtype};
     call.stages.epilogue = {};
@@ -936,9 +945,10 @@ void backward(const NormBackwardParams& params, Sequence& run) {
   if (!row_gate.data) return;
   if (params.grad_row_gate)
     run.launch([&](cudaStream_t stream) {
-      return launch_quads(is_double ? gate_grad_kernel<double> : gate_grad_kernel<float>, params.rows,
-                          params.hidden_size, stream, grad_product, other, row_gate, params.gate_activation,
-                          params.rows, params.hidden_size, params.grad_row_gate, params.row_gate_dtype);
+      return launch_eights(
+          extent_of(params.rows, params.hidden_size, {grad_product.strides, other.strides, row_gate.strides}),
+          is_double ? gate_grad_kernel<double> : gate_grad_kernel<float>, stream, grad_product, other, row_gate,
+          params.gate_activation, params.grad_row_gate, params.row_gate_dtype);
     });
   if (params.grad_input && !params.gates_y) multiply(grad_product, params.grad_input, params.x_dtype);
 }
@@ -984,7 +994,7 @@ int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* str
 }
 
 int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream) {
-  return launch_quads(dropout_mask_kernel, params.rows, params.hidden_size, stream, params);
+  return launch_eights(Extent{params.rows, params.hidden_size}, dropout_mask_kernel, stream, params);
 }
 
 const char* cuda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

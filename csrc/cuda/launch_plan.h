@@ -93,8 +93,8 @@ struct LoadLadder<float> {
 };
 
 // With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread, and
-// no empty slots (10% at 1024, up to 25% at 1152 and 2560). Each activation has straight-line code (EpilogueRow): with
-// a branch for each vector, instruction fetch stalls cost 3 to 10%.
+// no empty slots (10% at 1024, up to 25% at 1152 and 2560). Dropout and each activation have straight-line code
+// (EpilogueRow): with a branch for each vector, instruction fetch stalls cost 3 to 10%.
 template <typename scalar_t>
 struct EpilogueLadder {
   using type =
@@ -174,7 +174,7 @@ constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads 
 // The bound given to the compiler, which sets the registers: 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or
 // 9. At 71 to 80 registers four vectors lost 8%; fp16 uses so many, because it spills at 64.
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool drops_y) {
+constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool has_epilogue) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
   const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
   int threads = 1024;
@@ -190,8 +190,8 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
   // became 265, 1152 280 273, 1536 281 266, 2304 286 270, 3072 287 268; without gate within 1%, but 2304 with dropout
   // 267 became 271. With plans of four vectors 1152 took 324; with each gate vector prefetched by one 279.
   if (adds && whole && Plan::kVecs == 6) threads = 640;
-  // 768 spills a little; the time was the same within 3%
-  if (drops_y && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
+  // For dropout: 768 spills 12 bytes
+  if (has_epilogue && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -350,23 +350,11 @@ struct EpilogueGradLadder {
              BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>,
              BackwardPlan<256, 2, 8, 2, 1>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
 };
-// With dropout, which draws eight random numbers at once: at 1152 columns 279 us with vectors of four elements, 252
-// with eight.
-template <typename scalar_t>
-struct DropoutGradLadder {
-  using type = Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
-                      BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>,
-                      BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<256, 2, 8, 2, 1>,
-                      BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
-};
 template <>
 struct EpilogueGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>,
                       BackwardPlan<128, 3, 4, 3, 1>, BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
-
-template <>
-struct DropoutGradLadder<float> : EpilogueGradLadder<float> {};
 
 // With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows (3 to 7%).
 template <typename scalar_t>
@@ -464,8 +452,7 @@ constexpr bool kClustersAreShared =
     clusters_are_shared(typename LadderOf<uint16_t>::type{}) && clusters_are_shared(typename LadderOf<float>::type{});
 static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBackwardLadder> &&
               kClustersAreShared<LoadGradLadder> && kClustersAreShared<EpilogueGradLadder> &&
-              kClustersAreShared<DropoutGradLadder> && kClustersAreShared<GateGradLadder> &&
-              kClustersAreShared<RowGateGradLadder>);
+              kClustersAreShared<GateGradLadder> && kClustersAreShared<RowGateGradLadder>);
 
 template <typename Plan>
 constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasProducer ? 32 : 0);
@@ -554,10 +541,10 @@ constexpr int64_t kHugeSlices = 256;
 constexpr int64_t kHugeMaxSlices = 512;
 constexpr int64_t kHugeTilesEach = 4;
 
-// ---- add stages as operations of their own: elements in fours -------------------------------------------------------
+// ---- elementwise kernels -------------------------------------------------------------------------------------------
 
-constexpr int kQuadThreads = 256;
-constexpr int64_t kEightsBlocks = 2112;  // 16 an SM of an H200, for kernels that keep parameters between rows
+constexpr int kEightsThreads = 256;
+constexpr int64_t kKeepingBlocks = 2112;  // 16 an SM of an H200, for kernels that keep parameters between rows
 
 // ---- sum of the per-block partial weight gradients -----------------------------------------------------------------
 

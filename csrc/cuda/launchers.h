@@ -41,9 +41,8 @@ template <typename scalar_t>
 cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream);
 template <typename scalar_t>
 cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
-template <typename scalar_t, bool drops>
+template <typename scalar_t>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream);
-
 template <typename scalar_t>
 cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
 

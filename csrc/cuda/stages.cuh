@@ -26,9 +26,8 @@ struct NoStage {};
 template <typename x>
 struct WithLoad : LoadStage {};
 
-// Forward's epilogue; x is of the kernel's type. With and without dropout are separate kernels, because dropout takes
-// registers.
-template <typename x, bool drops>
+// Forward's epilogue; x is of the kernel's type.
+template <typename x>
 struct WithEpilogue : Epilogue {};
 
 // A gated norm's gate. Without gates_y the type of the kernel's row is that of z, fp32.
@@ -61,10 +60,6 @@ template <typename Stage>
 constexpr bool kGatesY = false;
 template <typename x>
 constexpr bool kGatesY<WithGate<x, true>> = true;
-template <typename Stage>
-constexpr bool kDropsY = false;
-template <typename x>
-constexpr bool kDropsY<WithEpilogue<x, true>> = true;
 
 // Dropout of the elements of one row, in the accumulation type.
 template <typename T>
