@@ -19,6 +19,12 @@ def newest(folder, pattern):
     return max(read(folder, pattern), key=lambda record: record["meta"]["date"], default=None)
 
 
+def newest_runs(folder, pattern):
+    """The newest record and the others of its csrc/ and card, newest first."""
+    records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"], reverse=True)
+    return [r for r in records if all(r["meta"][key] == records[0]["meta"][key] for key in ("csrc_hash", "device"))]
+
+
 def read(folder, pattern):
     return [json.loads(path.read_text()) for path in Path(folder).rglob(pattern)]
 
@@ -38,12 +44,13 @@ def whole_models(folder, pattern):
     return found
 
 
-def fuzzing(record):
-    cases = sum(figures.get("fuzz_cases", 0) for figures in record["figures"].values())
-    return f"{cases:,} cases, {record['tests']['failed']} tests of {record['tests']['processes']} processes failed"
+def fuzzing(*runs):
+    cases = sum(figures.get("fuzz_cases", 0) for run in runs for figures in run["figures"].values())
+    failed, processes = (sum(run["tests"][key] for run in runs) for key in ("failed", "processes"))
+    return f"{cases:,} cases, {failed} tests of {processes} processes failed"
 
 
-def promises(record):
+def promises(record, *_):
     tests, found = record["tests"], [item for figures in record["figures"].values() for item in figures.items()]
     elements = max((int(value) for name, value in found if name == "elements"), default=0)
     steps = max((int(value) for name, value in found if name == "steps_without_growth"), default=0)
@@ -55,7 +62,7 @@ def promises(record):
     )
 
 
-def sanitizer(record):
+def sanitizer(record, *_):
     tools = []
     for result in record["sanitizer"]:
         said = ", ".join(sorted({process["summary"] for process in result["processes"] if process["summary"]}))
@@ -69,7 +76,7 @@ def sanitizer(record):
     return "; ".join(tools)
 
 
-def training(record):
+def training(record, *_):
     found = record["long_training"]
     return (f"{found['steps']:,} steps, {len(found['seeds'])} seeds: {'agree' if found['agree'] else 'DISAGREE'}, "
             f"difference {found['difference']:+.5f} of {found['allowed']:.5f} allowed")  # fmt: skip
@@ -88,12 +95,10 @@ ROWS = (
 def table(folder):
     lines = ["| what | on | figure |", "|---|---|---|"]
     for what, pattern, figure in ROWS:
-        record = newest(folder, pattern)
-        meta = record and record["meta"]
-        on = (
-            f"{meta['device']}, torch {meta['torch']}, csrc/ {meta['csrc_hash']}, {meta['date'][:10]}" if record else ""
-        )
-        lines.append(f"| {what} | {on} | {figure(record) if record else 'not yet recorded'} |")
+        runs = newest_runs(folder, pattern)
+        meta = runs and runs[0]["meta"]
+        on = f"{meta['device']}, torch {meta['torch']}, csrc/ {meta['csrc_hash']}, {meta['date'][:10]}" if runs else ""
+        lines.append(f"| {what} | {on} | {figure(*runs) if runs else 'not yet recorded'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -402,16 +402,17 @@ def main():
     if args.warm:
         warm(args)
         print(f"caches filled, {time.monotonic() - started:.0f} s", flush=True)
-    for name in args.models:
-        for mode in args.modes:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / f"{args.record}_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    options = {key: value for key, value in vars(args).items() if key != "folder" and value != float("inf")}
+    record = {"meta": environment() | {"options": options}, "results": results}
+    for mode in args.modes:
+        for name in args.models:
             spec = MODELS[name].quick() if args.quick else MODELS[name]
             sizes = [spec] if mode in TRAINING else [replace(spec, batch=8, tokens=tokens) for tokens in (1, 256)]
             for size in sizes:
                 results += measure(name, size, mode, args, device, lambda: time.monotonic() - started > args.seconds)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    path = args.folder / f"{args.record}_{time.strftime('%Y%m%d_%H%M%S')}.json"
-    options = {key: value for key, value in vars(args).items() if key != "folder" and value != float("inf")}
-    path.write_text(json.dumps({"meta": environment() | {"options": options}, "results": results}, indent=1) + "\n")
+                path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should the run be killed
     table(results)
     print(f"wrote {path.name}, {time.monotonic() - started:.0f} s")
 
