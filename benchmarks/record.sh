@@ -20,8 +20,9 @@
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
 # and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
-# CARDS=0,1: the processes of tests, fuzz, sanitizer and racecheck take turns with these cards, instead of their row's. With
-# 28 workers on two H100 the tests took 171 s, and memcheck, initcheck and synccheck, side by side, 180 s.
+# CARDS=0,1: the processes of tests, fuzz, sanitizer and racecheck take turns with these cards, instead of their row's. On two
+# H100 and 32 cores: tests of values 155 s by 28 workers, test_inductor.py 190 s by 24, test_reported_failures.py 75 s; sanitizer
+# 200 s alone, and more than twice that beside fuzz and racecheck; racecheck more than 240 s; 17,000 random cases 200 s.
 # The build's own record is build.json (benchmarks/build_record.py). BUILD=true builds nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,7 +35,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVI
 : "${FUZZ:=20000}" "${STEPS:=10000}" "${WORKERS:=0}" "${BUILD:=env FORCE_CUDA=1 python3 setup.py build_ext --inplace}"
 : "${PARTS:=tests warm benchmark residual fusions}"
 : "${TESTS:=test_correctness.py tests/test_fusions.py tests/test_compat.py tests/test_pytorch.py tests/test_torch_own.py \
-  tests/test_quant.py tests/test_replace.py test_benchmark.py}"
+  tests/test_quant.py tests/test_replace.py test_benchmark.py tests/test_inductor.py}"
 : "${SWEEP:=--shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
   --direction forward,backward,call_no_grad,step --providers fused,torch,compile --rounds 10}"
 RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,65536x2048,32768x4096,16384x8192,4096x8192 \

@@ -300,9 +300,9 @@ def list_calls(light=False):
 def is_followed(call, tool):
     """Whether the tool follows all that the call does. initcheck does not see what the copy engine writes, which is a
     ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 has two
-    faults. It reports whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that traps
-    there unless __activemask() has all lanes, check_kernels ran to its end. And where an SM has two blocks of clusters of
-    16, a kernel with any mbarrier ends with an illegal address under it: docs/reliability.md."""
+    faults. It reports whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that
+    traps there unless __activemask() has all lanes, check_kernels ran to its end. And where an SM has two blocks of
+    clusters of 16, a kernel with any mbarrier ends with an illegal address under it: docs/reliability.md."""
     function, *arguments = call
     if tool == "synccheck" and sanitizer_version().startswith("2025.3"):
         if function.__name__ in ("plain", "add", "sandwich") and arguments[0] > FEW and arguments[2].itemsize == 2:

@@ -419,6 +419,17 @@ def gated_for_all_rows(x, r, m, weight, bias):
     return fused_adaptive_layer_norm(x + weight[None, None] * (r @ m), bias[None, None], None) @ m
 
 
+def layer_scale(x, r, m, weight, bias):
+    """LayerScale: a gate for each column, before a norm with weight and bias"""
+    for _ in range(2):
+        x = x + weight * (norm(x, weight, bias) @ m)
+    return norm(x, weight, bias) @ m, x
+
+
+def layer_scale_alone(x, r, m, weight, bias):
+    return plain(x + bias * (r @ m)) @ m
+
+
 GATED = [
     (dit, {"gate": 2, "modulation": 3, "grad_gate": 2, "grad_residual": 3}),
     (gated_alone, {"gate": 1, "grad_gate": 1}),
@@ -427,6 +438,8 @@ GATED = [
     (gated_by_unlearned_values, {"gate": 1}),
     (gated_unlearned_values, {"gate": 1, "grad_gate": 1}),
     (gated_for_all_rows, {"gate": 1, "grad_gate": 1}),
+    (layer_scale, {"gate": 2, "grad_gate": 2, "grad_residual": 3}),
+    (layer_scale_alone, {"gate": 1, "grad_gate": 1}),
 ]  # fmt: skip
 
 

@@ -545,8 +545,8 @@ def _stream(a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node, Node | No
 
 
 def _gated_stream(norm: Node, a: Node, b: Node, dtype: torch.dtype) -> tuple[Node, Node, Node] | None:
-    """(x, residual, gate) of a norm of a + b, if a is gate * x, which nothing else reads, rows share the gate, and one
-    kernel takes the call."""
+    """(x, residual, gate) of a norm of a + b, if a is gate * x, which nothing else reads, rows share the gate
+    (LayerScale: all rows), and one kernel takes the call."""
     options, found = reference.Options(*norm.args[6:]), _stream(a, b, dtype)
     if found is None:
         return None
@@ -566,7 +566,7 @@ def _gated_stream(norm: Node, a: Node, b: Node, dtype: torch.dtype) -> tuple[Nod
             and _is_in_memory(x)
             and _same(_val(x).shape, _val(residual).shape)
             and _val(x).dtype == _val(gate).dtype == (options.out_dtype or dtype)
-            and _is_shared(gate, x, options)
+            and (_is_shared(gate, x, options) or _is_of_columns(gate, x, options))
             and all(t is None or _same(_val(t).shape, _val(gate).shape) for t in norm.args[3:5])
             and _has_gate_kernel(x, residual, options)
         ):
@@ -686,11 +686,11 @@ def _fold_grad_gate(graph: Graph, backward: Node, writes: list[Node]) -> None:
     grads = [grad] if _val(grad).dtype == dtype else [u for u in grad.users if _is(u, _CAST) and _val(u).dtype == dtype]
     of_x = [user for g in grads for user in g.users if _other_operand(user, _MUL, g) is gate]
     of_gate = [user for g in grads for user in g.users if _other_operand(user, _MUL, g) is x]
-    sums = [_only_user(product) for product in of_gate]  # without them x need not be saved
-    nodes = [*of_x, *of_gate, *(node for node in sums if node is not None)]
+    sums = [_sum_to(gate, product) for product in of_gate]  # without them x need not be saved
+    nodes = [*of_x, *of_gate, *(node for found in sums for node in found)]
     if (
         not sums
-        or not all(_is_sum_to(gate, node) for node in sums)
+        or not all(sums)
         or any(_val(node).dtype != dtype or _region(node) != _region(backward) for node in nodes)
         or any(backward < write < max(nodes) for write in writes)
     ):
@@ -708,8 +708,8 @@ def _fold_grad_gate(graph: Graph, backward: Node, writes: list[Node]) -> None:
     parts = _unpack(_insert_behind(backward, backward, _ops.norm_backward, (*arguments, *given)))
     for node in of_x:
         node.replace_all_uses_with(parts[0])
-    for node in sums:
-        node.replace_all_uses_with(parts[2])
+    for found in sums:
+        found[-1].replace_all_uses_with(parts[2])
     _erase_unread(graph, *nodes[::-1], *(g for g in grads if g is not grad))
     grad_z = parts[1]
     if grad.users and _val(grad).dtype != z_dtype:
@@ -788,6 +788,25 @@ def _is_shared(parameter: Node, x: Node, options: reference.Options) -> bool:
     while own and isinstance(shape[own - 1], int) and shape[own - 1] == 1:
         own -= 1
     return own < leading and _same((*shape[:own], *shape[leading:]), (*sizes[:own], *sizes[leading:]))
+
+
+def _is_of_columns(parameter: Node, x: Node, options: reference.Options) -> bool:
+    """Whether the parameter has a value for each column, which all rows share."""
+    shape, value = _val(parameter).shape, _val(x)
+    return _same(shape, value.shape[-options.normalized_ndim :]) and _val(parameter).device == value.device
+
+
+def _sum_to(parameter: Node, product: Node) -> list[Node]:
+    """The nodes that sum the product over the dimensions along which the parameter is shared; [] if others do."""
+    total = _only_user(product)
+    if _is_sum_to(parameter, total):
+        return [total]
+    view, shape = _only_user(total) if total else None, _val(parameter).shape
+    if not _is(view, *_VIEWS) or not _same(_val(view).shape, shape):
+        return []
+    is_sum = _is(total, _aten.sum.dim_IntList) and len(total.args) == 3 and total.args[2] is True
+    ones = [1] * (_val(product).dim() - len(shape))
+    return [total, view] if is_sum and _same(_val(total).shape, [*ones, *shape]) else []
 
 
 def _is_sum_to(parameter: Node, node: Node | None) -> bool:
