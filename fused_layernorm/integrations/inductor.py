@@ -797,22 +797,28 @@ def _is_of_columns(parameter: Node, x: Node, options: reference.Options) -> bool
 
 
 def _sum_to(parameter: Node, product: Node) -> list[Node]:
-    """The nodes that sum the product over the dimensions along which the parameter is shared; [] if others do."""
+    """The sum of the product over the dimensions along which the parameter is shared, and the view of that sum without
+    them, if the parameter does not have them; [] if the graph has something else."""
     total = _only_user(product)
     if _is_sum_to(parameter, total):
         return [total]
-    view, shape = _only_user(total) if total else None, _val(parameter).shape
-    if not _is(view, *_VIEWS) or not _same(_val(view).shape, shape):
-        return []
-    is_sum = _is(total, _aten.sum.dim_IntList) and len(total.args) == 3 and total.args[2] is True
+    shape = _val(parameter).shape
     ones = [1] * (_val(product).dim() - len(shape))
-    return [total, view] if is_sum and _same(_val(total).shape, [*ones, *shape]) else []
+    if not _is_sum_with_shape(total, [*ones, *shape]):
+        return []
+    view = _only_user(total)
+    return [total, view] if _is(view, *_VIEWS) and _same(_val(view).shape, shape) else []
 
 
 def _is_sum_to(parameter: Node, node: Node | None) -> bool:
     """Whether the node is a sum over the dimensions along which the parameter is shared."""
+    return _is_sum_with_shape(node, _val(parameter).shape)
+
+
+def _is_sum_with_shape(node: Node | None, shape) -> bool:
+    """Whether the node is a sum that keeps its dimensions, with a result of this shape."""
     is_sum = _is(node, _aten.sum.dim_IntList) and len(node.args) == 3 and node.args[2] is True
-    return is_sum and _same(_val(node).shape, _val(parameter).shape)
+    return is_sum and _same(_val(node).shape, shape)
 
 
 def _backward_of(results: dict[int, Node]) -> tuple[bool, Node | None]:
