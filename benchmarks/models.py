@@ -20,6 +20,7 @@ mode and provider:
     ms, spread   median of the repeats, each the mean of --steps steps; (largest - smallest) / median
     peak_mib     most memory that one step allocates, beside parameters and the optimizer's state
     loss         after --loss-steps steps (training)
+    gpu_ms       GPU time of one step in all kernels: what ms comes to where the host is fast enough
     norm_us      GPU time of one step in kernels whose name has "norm" or "add": norms, residuals, sums of gradients
     note         why a figure is null
 """
@@ -302,13 +303,15 @@ class Run:
         self.step()
         return round((torch.cuda.max_memory_allocated() - before) / 2**20)
 
-    def norm_us(self):
+    def gpu_times(self):
+        """ms of all kernels of one step, and us of those of norms."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.step()
             self.synchronize()
-        kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        kernels = [event for event in kernels if OF_NORMS.search(event.name) and not OF_OTHERS.search(event.name)]
-        return round(sum(event.time_range.elapsed_us() for event in kernels), 1)
+        us = [(event.name, event.time_range.elapsed_us()) for event in profile.events()
+              if event.device_type == torch.autograd.DeviceType.CUDA]  # fmt: skip
+        of_norms = sum(t for name, t in us if OF_NORMS.search(name) and not OF_OTHERS.search(name))
+        return round(sum(t for _, t in us) / 1e3, 4), round(of_norms, 1)
 
 
 def measure(name, spec, mode, args, device, out_of_time):
@@ -318,7 +321,7 @@ def measure(name, spec, mode, args, device, out_of_time):
     for provider in args.providers:
         entry = {"model": name, "norm": spec.op, "mode": mode, "provider": provider}
         entry |= {"batch": spec.batch, "tokens": spec.tokens}
-        entry |= dict.fromkeys(("ms", "spread", "peak_mib", "loss", "norm_us", "note"))
+        entry |= dict.fromkeys(("ms", "spread", "peak_mib", "loss", "gpu_ms", "norm_us", "note"))
         entries[provider] = entry
         if out_of_time():
             entry["note"] = "no time left"
@@ -339,7 +342,8 @@ def measure(name, spec, mode, args, device, out_of_time):
         entry, ms = entries[provider], statistics.median(samples[provider])
         entry["ms"], entry["spread"] = round(ms, 4), round((max(samples[provider]) - min(samples[provider])) / ms, 4)
         if device == "cuda":
-            entry["norm_us"], entry["peak_mib"] = run.norm_us(), run.peak_mib()
+            entry["gpu_ms"], entry["norm_us"] = run.gpu_times()
+            entry["peak_mib"] = run.peak_mib()
         else:
             entry["note"] = "no GPU: compare ms within this run only"
         if run.trains:
@@ -366,8 +370,8 @@ def warm(args):
 
 
 def table(results):
-    print("| model | mode | torch ms | " + " | ".join(f"{name} / torch" for name in NAMES[1:]) + " | norm us |")
-    print("|---|---|---|" + "---|" * len(NAMES))
+    print("| model | mode | torch ms |", *(f"{name} / torch |" for name in NAMES[1:]), "GPU ms | norm us |")
+    print("|---|---|---|" + "---|" * (len(NAMES) + 1))
     for key in dict.fromkeys((r["model"], r["mode"], r["tokens"]) for r in results):
         row = {r["provider"]: r for r in results if (r["model"], r["mode"], r["tokens"]) == key}
         base = row.get("torch", {}).get("ms")
@@ -376,9 +380,9 @@ def table(results):
             ms = row.get(name, {}).get("ms")
             return f"{base / ms:.3f}" if base and ms else "-"
 
-        norms = " / ".join(str(row[name]["norm_us"]) for name in NAMES if name in row)
+        gpu, norms = (" / ".join(str(row[name][of]) for name in NAMES if name in row) for of in ("gpu_ms", "norm_us"))
         speeds = " | ".join(map(speed, NAMES[1:]))
-        print(f"| {key[0]}, {key[2]} tokens | {key[1]} | {base} | {speeds} | {norms} |")
+        print(f"| {key[0]}, {key[2]} tokens | {key[1]} | {base} | {speeds} | {gpu} | {norms} |")
 
 
 def main():
