@@ -11,7 +11,8 @@ HEADING = "## Figures of the last recorded run\n"
 OURS_AND_TORCH = ("fused", "torch", "compile")
 MODELS = {"gpt_768": "GPT 768", "gpt_1600": "GPT 1600", "vit_1024": "ViT 1024", "bert_1024": "BERT 1024, post-norm",
           "dit_1152": "DiT 1152", "llama_2048": "Llama 2048", "llama_4096": "Llama 4096",
-          "qwen3_2048": "Qwen3-like 2048"}  # fmt: skip
+          "qwen3_2048": "Qwen3-like 2048", "qwen3_next_2048": "Qwen3-Next-like 2048"}  # fmt: skip
+INFERENCE = [(mode, tokens) for mode in ("eager-infer", "compile-infer", "graph-infer") for tokens in (1, 256)]
 SWEEP = (64, 256, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 131072, 262144)
 
 
@@ -30,17 +31,19 @@ def read(folder, pattern):
 
 
 def whole_models(folder, pattern):
-    """{(model, mode): {provider: entry}} of the newest csrc/ and card. A run that had no time left for a model has no
-    figures of it; then an earlier run's are taken, for all providers, as they are compared within one run."""
+    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}} of the newest csrc/ and card. A run that
+    had no time left for a model has no figures of it; then an earlier run's are taken, for all providers, as they are
+    compared within one run."""
     records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
     found = {}
     for record in records:
         if all(record["meta"][key] == records[-1]["meta"][key] for key in ("csrc_hash", "gpu")):
-            entries = [entry for entry in record["results"] if entry["mode"] in ("eager", "compile")]
-            for model, mode in {(entry["model"], entry["mode"]) for entry in entries}:
-                run = {e["provider"]: e for e in entries if (e["model"], e["mode"]) == (model, mode)}
-                if run["torch"]["ms"] and run["replaced"]["ms"]:
-                    found[model, mode] = run
+            runs = {}
+            for entry in record["results"]:
+                is_training = entry["mode"] in ("eager", "compile")
+                key = (entry["model"], entry["mode"], *(() if is_training else (entry["tokens"],)))
+                runs.setdefault(key, {})[entry["provider"]] = entry
+            found |= {key: run for key, run in runs.items() if run["torch"]["ms"] and run["replaced"]["ms"]}
     return found
 
 
@@ -260,6 +263,13 @@ def model_details(models):
         yield row
 
 
+def inference_rows(models):
+    """The table of benchmarks/records.md of inference after replace_norms."""
+    for key, name in MODELS.items():
+        if any((key, *of) in models for of in INFERENCE):
+            yield [name, *(said(gain(models.get((key, *of), {}), "replaced")) for of in INFERENCE)]
+
+
 def builds(folder, pattern):
     return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
 
@@ -277,6 +287,7 @@ def build_rows(records):
 TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
     ("benchmarks/records.md", "| model | eager", "models_*.json", whole_models, model_details),
+    ("benchmarks/records.md", "| model | 1 token", "models_*.json", whole_models, inference_rows),
     ("benchmarks/records.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
     ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
     ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),

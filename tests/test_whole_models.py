@@ -58,9 +58,10 @@ def test_table_of_builds(tmp_path):
 def test_tables(tmp_path):
     """noise is in brackets; a model that a run had no time for comes from an earlier run of the same csrc/"""
 
-    def record(date, csrc_hash, *steps):
+    def record(date, csrc_hash, *steps, mode="eager", tokens=1024):
         results = [
-            {"model": model, "mode": "eager", "provider": provider, "ms": ms, "spread": spread, "norm_us": ms}
+            {"model": model, "mode": mode, "tokens": tokens, "provider": provider, "ms": ms, "spread": spread,
+             "norm_us": ms}
             for model, *of_providers in steps
             for provider, (ms, spread) in zip(("torch", "replaced", "fused"), of_providers, strict=False)
         ]
@@ -72,6 +73,8 @@ def test_tables(tmp_path):
     gpt_768, gpt_1600 = ((11.0, 0.04), (10.0, 0.01), (10.5, 0.05)), ((9.0, 0.01), (9.0, 0.01), none)
     record("2", "new", ("gpt_768", *gpt_768), ("gpt_1600", *gpt_1600))
     record("3", "new", ("dit_1152", (20.0, 0.01), (10.0, 0.2), (16.0, 0.09)), ("gpt_1600", (5.0, 0.01), none, none))
+    record("4", "new", ("gpt_768", (4.0, 0.01), (2.0, 0.01), none), mode="graph-infer", tokens=1)
+    record("5", "new", ("gpt_768", (9.0, 0.01), (6.0, 0.01), none), mode="graph-infer", tokens=256)
     figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
     models = figures["whole_models"](tmp_path, "models_*.json")
     rows = {row[0]: row[1:] for row in figures["model_rows"](models)}
@@ -81,3 +84,4 @@ def test_tables(tmp_path):
     assert rows["ViT 1024"] == ["-", "-", "-", "-"]
     details = {row[0]: row[1:] for row in figures["model_details"](models)}
     assert details["GPT 768"][:3] == ["1.10 / 4.0% / 0.91", "(1.05) / 5.0% / 0.95", "-"]
+    assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "2.00", "1.50"]]
