@@ -31,9 +31,9 @@ def read(folder, pattern):
 
 
 def whole_models(folder, pattern):
-    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}} of the newest csrc/ and card. A run that
-    had no time left for a model has no figures of it; then an earlier run's are taken, for all providers, as they are
-    compared within one run."""
+    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}} of the newest csrc/ and card. A run
+    that had no time left for a model has no figures of it; then an earlier run's are taken, for all providers, as they
+    are compared within one run."""
     records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
     found = {}
     for record in records:

@@ -59,9 +59,9 @@ def test_tables(tmp_path):
     """noise is in brackets; a model that a run had no time for comes from an earlier run of the same csrc/"""
 
     def record(date, csrc_hash, *steps, mode="eager", tokens=1024):
+        of_run = {"mode": mode, "tokens": tokens}
         results = [
-            {"model": model, "mode": mode, "tokens": tokens, "provider": provider, "ms": ms, "spread": spread,
-             "norm_us": ms}
+            {"model": model, "provider": provider, "ms": ms, "spread": spread, "norm_us": ms, **of_run}
             for model, *of_providers in steps
             for provider, (ms, spread) in zip(("torch", "replaced", "fused"), of_providers, strict=False)
         ]
