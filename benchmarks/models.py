@@ -20,7 +20,7 @@ mode and provider:
     ms, spread   median of the repeats, each the mean of --steps steps; (largest - smallest) / median
     peak_mib     most memory that one step allocates, beside parameters and the optimizer's state
     loss         after --loss-steps steps (training)
-    gpu_ms       GPU time of one step in all kernels: what ms comes to where the host is fast enough
+    gpu_ms       GPU time of one step in all kernels and copies: about what ms is where the GPU never waits for the host
     norm_us      GPU time of one step in kernels whose name has "norm" or "add": norms, residuals, sums of gradients
     note         why a figure is null
 """
