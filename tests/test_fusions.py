@@ -24,6 +24,8 @@ from norm_cases import (
     ADD_OPS,
     AFTER_OPS,
     ARGUMENTS,
+    CPU_ELEMENTS,
+    CUDA_ELEMENTS,
     DTYPE_NAMES,
     GATED_OPS,
     GATES,
@@ -294,6 +296,24 @@ def test_add_checker_rejects(device, case):
     for each in wrong:
         with pytest.raises(AssertionError):
             check_add(case, tensors, grad_y, grad_z, each)
+
+
+@on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in ADD_OPS for dtype in (fp16, bf16, fp32)
+                                      for n in (128, 768, 1280, 4096)])  # fmt: skip
+def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """y and z of few rows, which have kernels of their own, and of many: the same bits, also the signs of zeros"""
+    if not uses_kernels(device):
+        pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
+    rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(rows, hidden_size, generator=generator).to(device, dtype) for _ in range(2))
+    x[1, ::3] = residual[1, ::3] = -0.0
+    for weight in (torch.rand(hidden_size, generator=generator).to(device, dtype), None):
+        for bias in (weight, None):
+            many = ADD_OPS[op](x, residual, weight, bias, 1e-5, normalized_shape=hidden_size)
+            few = ADD_OPS[op](x[:3], residual[:3], weight, bias, 1e-5, normalized_shape=hidden_size)
+            for a, b in zip(few, many, strict=True):
+                assert same_bits(a, b[:3]) and same_bits(a.signbit(), b[:3].signbit()), (weight is None, bias is None)
 
 
 @on_devices("case", FEW_ADDS)

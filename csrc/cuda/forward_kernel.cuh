@@ -174,6 +174,28 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
+// z = residual + x for one row, as load_sum(), from and to `raw`.
+template <typename scalar_t, int kVec, int kVecs, typename Held>
+__device__ __forceinline__ void add_residual(RawVec<scalar_t, kVec> (&raw)[kVecs], const AddStage& stage, int64_t row,
+                                             int hidden_size, int col, const Held& held) {
+  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + col;
+  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + col;
+  RawVec<scalar_t, kVec> residual_raw[kVecs];
+  held.for_each([&](int v, auto whole) {
+    if (whole || held.count(v) > 0) residual_raw[v] = load_vec<scalar_t, kVec, true>(residual + v * Held::kStep);
+  });
+  held.for_each([&](int v, auto whole) {
+    if (!whole && held.count(v) <= 0) return;
+    acc_type<scalar_t> x[kVec], z[kVec];
+    unpack(raw[v], x);
+    unpack(residual_raw[v], z);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) z[i] = add(z[i], x[i]);
+    raw[v] = pack<scalar_t>(z);
+    store_raw(residual_out + v * Held::kStep, raw[v]);
+  });
+}
+
 // Multiplies a vector by the activation of its gate, or adds a residual.
 template <typename x_t, int kVec, typename T>
 __device__ __forceinline__ void apply_gate(const RowGate& stage, const RawVec<x_t, kVec>& raw, T (&values)[kVec]) {
@@ -226,12 +248,19 @@ struct EpilogueRow {
 };
 
 // kEager, for few rows, where the latency of one row decides: weight and bias are prefetched at the start, and the
-// launch overlaps the previous kernel (H200, fp32, 32 x 512: 2.5 us became 1.3). Only for plain calls. An epilogue also
-// has one weight for all rows.
+// launch overlaps the previous kernel (H200, fp32, 32 x 512: 2.5 us became 1.3). For plain calls and, by a run-time
+// branch, those that only add a residual (H100, bf16, 8 x 2048: 2.3 us became 1.8; plain calls take up to 5% longer for
+// the branch). An epilogue also has one weight for all rows.
 template <typename scalar_t, bool kEager, typename Fused>
 using ForwardParams = std::conditional_t<
-    kEager, PlainForwardParams<scalar_t, int>,
+    kEager, EagerForwardParams<scalar_t>,
     std::conditional_t<kHasEpilogue<Fused>, PlainForwardParams<scalar_t, int64_t>, KernelForwardParams>>;
+
+template <typename Fused>
+constexpr Fuses kFuses = kHasLoad<Fused>       ? Fuses::kLoad
+                         : kHasEpilogue<Fused> ? Fuses::kEpilogue
+                         : kHasGate<Fused>     ? Fuses::kGate
+                                               : Fuses::kNothing;
 
 // Whether threads may iterate over rows (kIteratesRows). fp32 weights of 16-bit x would spill.
 template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
@@ -360,7 +389,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
       }
     };
     load_all(weight_raw, weight, params.weight, one_vec<weight_t, kVec>());
-    load_all(bias_raw, bias, params.bias, zero_vec<weight_t, kVec>());
+    load_all(bias_raw, bias, params.bias, filled_vec<weight_t, kVec>(params.add.residual ? -0.f : 0.f));
   }
 
   // Load; elements beyond the row are never used
@@ -411,6 +440,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
           raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
         }
       });
+      if constexpr (kEager) {  // unlikely: its code is out of the way of a plain call
+        if (__builtin_expect(params.add.residual != nullptr, 0))
+          add_residual(raw, params.add, row, hidden_size, slice_col + own, held);
+      }
     }
   };
 
@@ -559,11 +592,11 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
 
 // Dispatches run-time dtypes to forward_row(): fp32 weights beside 16-bit x, and 16-bit x beside fp32 z. With a stage,
 // the store loop tests weight's dtype.
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+template <typename scalar_t, typename Plan, bool kEager, typename Fused>
 __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, kEager, Fused>& params,
                                                      acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
                                                      StagingMemory<scalar_t, Plan>& staged) {
-  if constexpr (!kHasStage<Fused> && sizeof(weight_t) == 2) {
+  if constexpr (!kHasStage<Fused> && sizeof(scalar_t) == 2) {
     if (params.weight_dtype == DType::kFloat32) {
       // Hide `row` from the optimizer: values computed before the branch and kept across it would make ragged rows
       // spill
@@ -580,31 +613,29 @@ __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_
   }
   if constexpr (kGatesY<Fused>) {
     if (!fused.gates_y)
-      return forward_row<float, weight_t, Plan, kEager>(params, inverse_n, WithGate<scalar_t, false>{fused}, row,
+      return forward_row<float, scalar_t, Plan, kEager>(params, inverse_n, WithGate<scalar_t, false>{fused}, row,
                                                         staged);
   }
-  forward_row<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+  forward_row<scalar_t, scalar_t, Plan, kEager>(params, inverse_n, fused, row, staged);
 }
 
-// Fused: NoStage, WithLoad, WithEpilogue or WithGate. Weight is of weight_t or fp32. Each run-time dtype has a separate
+// Fused: NoStage, WithLoad, WithEpilogue or WithGate. Weight is of scalar_t or fp32. Each run-time dtype has a separate
 // path through the kernel, with its own register allocation and schedule.
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
+template <typename scalar_t, typename Plan, bool kEager, typename Fused>
 __global__ void __launch_bounds__(kForwardThreads<Plan>,
-                                  kEager ? 1
-                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, dtype_of<weight_t>,
-                                                                       kHasLoad<Fused> || kHasGate<Fused>,
-                                                                       kHasEpilogue<Fused>))
+                                  kEager ? kEagerBlocksPerSm<scalar_t, Plan>
+                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, kFuses<Fused>))
     norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
                         acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
   __shared__ StagingMemory<scalar_t, Plan> staged;
-  if constexpr (kIterates<scalar_t, weight_t, Plan, kEager, Fused>) {
+  if constexpr (kIterates<scalar_t, scalar_t, Plan, kEager, Fused>) {
     int64_t row = static_cast<int64_t>(blockIdx.x) * params.iterations * kRows + Row::group();
     do {
       if (row >= params.rows) return;
-      forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
-      if (params.iterations == 1 || (sizeof(weight_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
+      forward_row_of_types<scalar_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+      if (params.iterations == 1 || (sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
       row += kRows;
       asm volatile("" : "+l"(row));
       if constexpr (Row::kWarps > 1) Row::barrier();  // scratch may be reused
@@ -614,23 +645,39 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
     // Return, do not skip: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
     if (row >= params.rows) return;
-    forward_row_of_types<scalar_t, weight_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+    forward_row_of_types<scalar_t, Plan, kEager>(params, inverse_n, fused, row, staged);
   }
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 // The number of blocks, or clusters, without kEager. Sets params.iterations.
-template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
+template <typename scalar_t, typename Plan, typename Fused>
 int64_t forward_blocks(KernelForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   params.iterations = 1;
-  if (kIterates<scalar_t, weight_t, Plan, false, Fused> && params.weight_dtype == dtype_of<weight_t> &&
+  if (kIterates<scalar_t, scalar_t, Plan, false, Fused> && params.weight_dtype == dtype_of<scalar_t> &&
       params.segments > kFewSegments<Plan> && params.segments < params.rows && !params.interleaves &&
       params.rows * Plan::kThreads >= kSegmentIterations<Plan> * kSegmentIterationThreads)
     params.iterations = kSegmentIterations<Plan>;
   const int64_t rows = kRows * params.iterations;
   return (params.rows + rows - 1) / rows;
+}
+
+// For few rows. Returns cudaErrorNotSupported for calls without such a kernel.
+template <typename scalar_t, typename Plan>
+cudaError_t launch_eager(const KernelForwardParams& params, const AddStage& add, cudaStream_t stream) {
+  if constexpr (kMayBeEager<scalar_t, Plan>) {
+    constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
+    const int64_t blocks = (params.rows + kRows - 1) / kRows;
+    if (blocks <= kEagerBlocks<scalar_t, Plan> && PlainForwardParams<scalar_t, int>::holds(params)) {
+      const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
+      return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, Plan, true, NoStage>,
+                                EagerForwardParams<scalar_t>(params, add), inverse_of<float>(params.hidden_size),
+                                NoStage{});
+    }
+  }
+  return cudaErrorNotSupported;
 }
 
 // Launches forward with a stage, by the ladder of that stage.
@@ -640,9 +687,14 @@ cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage
                                       std::conditional_t<kHasGate<Stage>, GateLadder<scalar_t>, LoadLadder<scalar_t>>>;
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
-    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1,
-                               stream);
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, false, Stage>,
+    if constexpr (kHasLoad<Stage>) {
+      if (stage.adds_only(params.x_dtype)) {
+        const cudaError_t launched = launch_eager<scalar_t, Plan>(params, stage, stream);
+        if (launched != cudaErrorNotSupported) return launched;
+      }
+    }
+    const ClusterLaunch launch(forward_blocks<scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, Plan, false, Stage>,
                               ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
                               stage);
   });
@@ -657,18 +709,9 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   const auto launch_plan = [&](auto plan) {
     using Plan = decltype(plan);
-    [[maybe_unused]] constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-    const auto inverse_n = inverse_of<acc_type<scalar_t>>(params.hidden_size);
-    if constexpr (kMayBeEager<scalar_t, Plan>) {
-      using Plain = PlainForwardParams<scalar_t, int>;
-      const int64_t blocks = (params.rows + kRows - 1) / kRows;
-      if (blocks <= kEagerBlocks<Plan> && Plain::holds(params)) {
-        const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-        return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, scalar_t, Plan, true, NoStage>,
-                                  Plain(params), inverse_n, NoStage{});
-      }
-    }
-    const auto kernel = norm_forward_kernel<scalar_t, scalar_t, Plan, false, NoStage>;
+    const cudaError_t launched = launch_eager<scalar_t, Plan>(params, {}, stream);
+    if (launched != cudaErrorNotSupported) return launched;
+    const auto kernel = norm_forward_kernel<scalar_t, Plan, false, NoStage>;
     int cluster = 1;
     if constexpr (Plan::kClusters) {
       static OncePerDevice allowed;
@@ -677,12 +720,13 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
       cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
     }
     KernelForwardParams arguments = params;
-    const ClusterLaunch launch(forward_blocks<scalar_t, scalar_t, Plan, NoStage>(arguments) * cluster,
-                               kForwardThreads<Plan>, 0, cluster, stream);
+    const ClusterLaunch launch(forward_blocks<scalar_t, Plan, NoStage>(arguments) * cluster, kForwardThreads<Plan>, 0,
+                               cluster, stream);
     if (kIsStaged<scalar_t, Plan>)
       arguments.x_end =
           static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
-    return cudaLaunchKernelEx(&launch.config, kernel, arguments, inverse_n, NoStage{});
+    return cudaLaunchKernelEx(&launch.config, kernel, arguments, inverse_of<acc_type<scalar_t>>(params.hidden_size),
+                              NoStage{});
   };
   return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
       params.hidden_size, facts.max_cluster, launch_plan);

@@ -239,6 +239,15 @@ struct PlainForwardParams {
         weight_dtype(params.weight_dtype) {}
 };
 
+// With kEager: perhaps with a residual of x's dtype.
+template <typename scalar_t>
+struct EagerForwardParams : PlainForwardParams<scalar_t, int> {
+  AddStage add;
+
+  EagerForwardParams(const KernelForwardParams& params, const AddStage& add)
+      : PlainForwardParams<scalar_t, int>(params), add(add) {}
+};
+
 // The segment of a row, and the offset of its weight and bias.
 template <typename Params>
 __device__ __forceinline__ unsigned segment_of(const Params& params, int64_t row) {

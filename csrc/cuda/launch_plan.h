@@ -55,15 +55,16 @@ constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_u
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
 
-// Four vectors a thread, with as few threads as possible. Empty register slots cost time, so common 16-bit row lengths
-// have separate plans of seven or nine vectors (1152, 1792, 2304, 3584, 7168: 3 to 7%).
+// Three to five vectors a thread, with few empty register slots, which cost time. Six vectors and half the threads took
+// 1% longer at 1536 and 3072 columns than three, and 10% longer with few rows; three, with empty slots, took 4% longer
+// at 2560 than five. At 1152 five are 1% faster than nine, but 4 to 14% slower with segments (H100, bf16).
 template <typename scalar_t>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>,
-                      RowPlan<16, 6, 8>, RowPlan<32, 4, 8>, RowPlan<16, 9, 8>, RowPlan<32, 6, 8>, RowPlan<32, 7, 8>,
-                      RowPlan<64, 4, 8>, RowPlan<32, 9, 8>, RowPlan<64, 6, 8>, RowPlan<64, 7, 8>, RowPlan<128, 4, 8>,
-                      RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<256, 4, 8>,
-                      RowPlan<256, 6, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>,
+                      RowPlan<32, 3, 8>, RowPlan<32, 4, 8>, RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<64, 3, 8>,
+                      RowPlan<32, 7, 8>, RowPlan<64, 4, 8>, RowPlan<64, 5, 8>, RowPlan<128, 3, 8>, RowPlan<64, 7, 8>,
+                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<256, 3, 8>, RowPlan<128, 7, 8>,
+                      RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
 };
 template <>
 struct ForwardLadder<float> {
@@ -81,9 +82,9 @@ struct ForwardLadder<double> {
 // thread, or cache hints: within 2%, or slower.
 template <typename scalar_t>
 struct LoadLadder {
-  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<8, 6, 8>, RowPlan<16, 4, 8>, RowPlan<16, 6, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<32, 6, 8>, RowPlan<64, 4, 8>, RowPlan<64, 6, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
-                      RowPlan<128, 6, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>, RowPlan<32, 3, 8>, RowPlan<32, 4, 8>,
+                      RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
+                      RowPlan<256, 3, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
 struct LoadLadder<float> {
@@ -172,11 +173,14 @@ template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
 // The bound given to the compiler, which sets the registers: 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or
-// 9. At 71 to 80 registers four vectors lost 8%; fp16 uses so many, because it spills at 64.
+// 9. At 71 to 80 registers four vectors lost 8%, and three of fp16 5%; four of fp16 use so many, because they spill at
+// 64.
+enum class Fuses { kNothing, kLoad, kEpilogue, kGate };
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds, bool has_epilogue) {
+constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
-  const bool needs_few = x_dtype == DType::kBFloat16 && weight_dtype == x_dtype && !adds;
+  const bool adds = fuses == Fuses::kLoad || fuses == Fuses::kGate;
+  const bool needs_few = (x_dtype == DType::kBFloat16 && !adds) || (whole && Plan::kVecs == 3 && fuses != Fuses::kGate);
   int threads = 1024;
   if (kManyTiles<Plan> || (is_fp16 && Plan::kVecs > 20)) {
     threads = 512;
@@ -186,12 +190,10 @@ constexpr int forward_blocks_per_sm(DType x_dtype, DType weight_dtype, bool adds
   } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
     threads = 768;
   }
-  // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments, least us): 768 276
-  // became 265, 1152 280 273, 1536 281 266, 2304 286 270, 3072 287 268; without gate within 1%, but 2304 with dropout
-  // 267 became 271. With plans of four vectors 1152 took 324; with each gate vector prefetched by one 279.
+  // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments: 3 to 7% faster)
   if (adds && whole && Plan::kVecs == 6) threads = 640;
   // For dropout: 768 spills 12 bytes
-  if (has_epilogue && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
+  if (fuses == Fuses::kEpilogue && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -201,12 +203,17 @@ constexpr int quant_blocks_per_sm() {
   return (Plan::kVecs > 4 ? 768 : 1024) / kForwardThreads<Plan>;
 }
 
-// Up to so many blocks, forward of a plain call prefetches weight and bias (kEager): all blocks are resident at once,
-// so occupancy does not matter. The number of rows is the same for blocks of 64 and of 128 threads.
-template <typename Plan>
-constexpr int64_t kEagerBlocks = kForRacecheck                 ? 8
-                                 : kForwardThreads<Plan> < 128 ? 1024
-                                                               : 512;
+// Few rows: forward, plain or with a residual, prefetches weight and bias (kEager). As many blocks as 128 SMs hold at
+// once, because a second wave takes 30% longer: up to four vectors take 128 registers a thread, also six of fp32; six
+// of 16 bits take 168, seven or nine 256.
+template <typename scalar_t, typename Plan>
+constexpr int kEagerThreads = Plan::kVecs <= (sizeof(scalar_t) == 4 ? 6 : 4) ? 512
+                              : Plan::kVecs <= 6                             ? 384
+                                                                             : 256;
+template <typename scalar_t, typename Plan>
+constexpr int kEagerBlocksPerSm = std::max(kEagerThreads<scalar_t, Plan> / kForwardThreads<Plan>, 1);
+template <typename scalar_t, typename Plan>
+constexpr int64_t kEagerBlocks = kForRacecheck ? 8 : 128 * kEagerBlocksPerSm<scalar_t, Plan>;
 template <typename scalar_t, typename Plan>
 constexpr bool kMayBeEager =
     kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kVecs <= 7 || Plan::kVecs == 9);
@@ -222,7 +229,7 @@ constexpr int kFewSegments = Plan::kVecs == 4 && !kForRacecheck ? 8 : 1;  // up 
 constexpr int64_t kSegmentIterationThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
 constexpr bool kIteratesRows = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 &&
-                               (Plan::kThreads <= 32 || Plan::kVecs == 6 || Plan::kVecs == 7);
+                               (Plan::kThreads <= 32 || Plan::kVecs == 3 || Plan::kVecs == 6 || Plan::kVecs == 7);
 
 // Whether 16-bit elements are widened again in each pass over the registers, instead of being kept widened: two
 // operations an element more, half the registers.
