@@ -117,7 +117,7 @@ struct NormForwardParams : NormStages {
   const void* bias;      // as weight; nullptr: 0
 
   void* y;             // rows, y_dtype: any
-  void* residual_out;  // z as rows, z_dtype: x_dtype or fp32. nullptr: there is no load stage (z is x)
+  void* residual_out;  // z as rows, z_dtype: x_dtype or fp32. nullptr: not wanted, by CUDA, or there is no load stage
   // Saved for backward, [rows] each, in the accumulation type (fp64 for fp64 x, else fp32).
   // mean + mean_tail is the mean to about twice the precision of the type; both are nullptr for RMSNorm.
   void* rstd;
@@ -145,7 +145,8 @@ struct NormForwardParams : NormStages {
   DType weight_dtype;
   DType next_weight_dtype;
   DType y_dtype;
-  bool adds_y;        // goes with no other stage
+  bool has_load_stage;  // without it z is x
+  bool adds_y;          // goes with no other stage
   bool rounds_x_hat;  // to z_dtype, and the product with weight to the wider of z_dtype and weight_dtype; then there is
                       // neither a bias nor a row gate
 };

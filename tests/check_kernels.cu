@@ -417,6 +417,7 @@ void run(const Case& c) {
   f.hidden_size = n, f.eps = c.eps;
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight,
   f.y_dtype = t.y;
+  set_has_load_stage(f, c.load, 0);
   f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
   f.next_weight = weight.data, f.next_weight_dtype = t.weight, f.next_eps = 1e-3;
   f.next_weight_offset = c.has_weight ? 0.5 : 0;
@@ -502,6 +503,16 @@ void run(const Case& c) {
     same_bits(c, "next_rstd", next_rstd_all, next_rstd, fewer);
     same_bits(c, "residual_out", z_all, z, fewer * n);
     same_bits(c, "rstd", rstd_all, rstd, fewer);
+#ifndef FLN_CHECK_CPU
+    if (c.load) {
+      make_forward(fewer);
+      f.residual_out = nullptr;
+      if (const int error = run_forward(f)) return fail(c, "forward without z: CUDA error " + std::to_string(error));
+      finish(c.name.c_str());
+      same_bits(c, "y without z", y_all, y, fewer * n);
+      same_bits(c, "rstd without z", rstd_all, rstd, fewer);
+    }
+#endif
   }
   if (!c.save_stats) return;
 
@@ -908,6 +919,7 @@ void time_case(const Case& c, const char* dtypes) {
   f.rows = rows, f.hidden_size = n, f.eps = 1e-5;
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight;
   f.y_dtype = t.y;
+  f.has_load_stage = c.load;
   f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
   if (c.has_next) f.next_y = take(count * dtype_bytes(t.x)), f.next_rstd = take(rows * 4), f.next_weight = f.weight;
   f.next_weight_dtype = t.weight, f.next_eps = 1e-5;

@@ -1428,18 +1428,28 @@ def test_caches(tmp_path):
 
 
 @needs_direct_calls
-def test_direct_call():
-    """call_norm_forward: the operator's results; by the dispatcher where a mode must see it; bad arguments"""
+def test_direct_call(device):
+    """call_norm_forward: the operator's results, or None; by the dispatcher where a mode must see it; bad arguments"""
     calls = fused_layernorm._ops.calls
-    x, w = torch.randn(3, 8), torch.randn(8)
+    x, w = torch.randn(3, 8, device=device), torch.randn(8, device=device)
     options = fused_layernorm.reference.Options(1, 1e-5)
     arguments = (x, None, None, w, None, None, *options)
-    expected = fused_layernorm._ops.norm_forward(*arguments)
-    for used in range(8):
-        found = calls.call_norm_forward(*arguments, used)
-        assert torch.equal(found[0], expected[0])
-        assert found[1] is None if not used & 2 else found[1].shape == expected[1].shape
-        assert found[2] is None if not used & 4 else torch.equal(found[2], expected[2])
+    # A z that is not read: one kernel, rows for which another launch adds, and one for an activation
+    with_z = [
+        (torch.randn(rows, n, device=device), torch.randn(rows, n, device=device), None, None, None, None,
+         *options._replace(residual_dtype=torch.float32, activation=activation))
+        for rows, n, activation in ((3, 8, 0), (3, 256, 0), (2000, 1024, 0), (3, 7, 0), (3, 256, 1), (3, 257, 1))
+    ]  # fmt: skip
+    for case in (arguments, *with_z):
+        expected = fused_layernorm._ops.norm_forward(*case)
+        for used in range(8):
+            found = calls.call_norm_forward(*case, used)
+            assert torch.equal(found[0], expected[0])
+            if not used & 2 and (device == "cuda" or case is arguments):
+                assert found[1] is None
+            else:
+                assert torch.equal(found[1], expected[1])
+            assert torch.equal(found[2], expected[2]) if used & 4 else found[2] is None
 
     class Parameter(torch.nn.Parameter):  # a subclass that overrides nothing
         pass

@@ -192,7 +192,7 @@ __device__ __forceinline__ void add_residual(RawVec<scalar_t, kVec> (&raw)[kVecs
 #pragma unroll
     for (int i = 0; i < kVec; ++i) z[i] = add(z[i], x[i]);
     raw[v] = pack<scalar_t>(z);
-    store_raw(residual_out + v * Held::kStep, raw[v]);
+    if (stage.residual_out) store_raw(residual_out + v * Held::kStep, raw[v]);
   });
 }
 

@@ -18,7 +18,7 @@ struct Epilogue {
   bool any() const { return activation != Activation::kNone || dropout.philox; }
 };
 
-// z = residual + x, stored in residual_out. residual nullptr: none.
+// z = residual + x, stored in residual_out. A null pointer: no residual; z is not stored.
 struct AddStage {
   const void* residual;
   void* residual_out;

@@ -548,12 +548,16 @@ void forward(const NormForwardParams& params, Sequence& run) {
   LoadStage stage{};
   bool loads = false;  // by the kernel of the load stage, which also rounds x_hat
   stage.rounds_x_hat = params.rounds_x_hat;
-  if (params.residual_out) {
-    of_z.x = params.residual_out;
+  if (params.has_load_stage) {
+    const auto make_z = [&] {
+      stage.residual_out = params.residual_out ? params.residual_out : run.take_rows(params.z_dtype);
+      of_z.x = stage.residual_out;
+    };
+    const bool keeps_z = params.residual_out || has_epilogue;  // an epilogue may be a later launch, which reads z
+    if (keeps_z) make_z();
     of_z.x_dtype = params.z_dtype;
     of_z.x_strides = contiguous(params.rows, params.hidden_size);
     stage.residual = params.residual;
-    stage.residual_out = params.residual_out;
     stage.residual_strides = params.residual_strides;
     stage.residual_dtype = params.residual ? params.residual_dtype : params.z_dtype;
     stage.residual_out_dtype = params.z_dtype;
@@ -570,6 +574,7 @@ void forward(const NormForwardParams& params, Sequence& run) {
       stage.residual = residual.data;
       stage.residual_strides = residual.data ? residual.strides : RowStrides{params.rows, 0, 0};
     } else {
+      if (!keeps_z) make_z();
       const bool is_by_row = stage.gate || stage.dropout.philox;
       const Extent extent = is_by_row ? Extent{params.rows, params.hidden_size}
                                       : extent_of(params.rows, params.hidden_size,

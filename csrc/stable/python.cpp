@@ -233,7 +233,7 @@ PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   decltype(results_of(call)) results;
   const bool is_done = without_gil([&] {
     if constexpr (std::is_same_v<Call, NormCall>) {
-      results = results_of(call, (used & 4) != 0);
+      results = results_of(call, (used & 4) != 0, (used & 2) != 0);
     } else {
       results = results_of(call);
     }

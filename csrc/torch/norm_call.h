@@ -85,11 +85,11 @@ struct NormCall : NormOptions {
 };
 
 struct NormResults {
-  at::Tensor y, z;   // z is undefined without a load stage
+  at::Tensor y, z;   // z is undefined without a load stage, and may be where it is not wanted
   at::Tensor stats;  // [1, *x's leading dimensions] for RMSNorm (rstd), [3, *] for LayerNorm (rstd, mean, mean_tail)
 };
 
-NormResults norm_forward(const NormCall& call, bool save_stats);
+NormResults norm_forward(const NormCall& call, bool save_stats, bool wants_z = true);
 
 // Raises what norm_forward() would raise.
 void check(const NormCall& call);

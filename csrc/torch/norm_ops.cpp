@@ -430,7 +430,7 @@ void check(const NormCall& call) { check_forward(call); }
 namespace {
 
 // `sandwich`: the same call where a second norm follows (on CUDA), whose results `next` takes.
-NormResults forward_of(const NormCall& call, bool save_stats, const SandwichCall* sandwich = nullptr,
+NormResults forward_of(const NormCall& call, bool save_stats, bool wants_z, const SandwichCall* sandwich = nullptr,
                        NormResults* next = nullptr) {
   const int64_t segments = check_forward(call), normalized_ndim = call.normalized_ndim;
   const Tensor& x = call.x;
@@ -441,7 +441,7 @@ NormResults forward_of(const NormCall& call, bool save_stats, const SandwichCall
   const Extent extent = extent_of(x, normalized_ndim);
   NormResults results;
   results.y = empty(x.sizes(), y_dtype, x);
-  if (has_load_stage) results.z = empty(x.sizes(), z_dtype, x);
+  if (has_load_stage && (wants_z || !x.is_cuda())) results.z = empty(x.sizes(), z_dtype, x);
   const auto make_stats = [&] {
     at::DimVector shape(x.sizes().begin(), x.sizes().end() - normalized_ndim);
     shape.insert(shape.begin(), call.is_rms_norm ? 1 : 3);
@@ -457,7 +457,8 @@ NormResults forward_of(const NormCall& call, bool save_stats, const SandwichCall
   params.hidden_size = extent.hidden_size;
   params.eps = call.eps;
   params.y = results.y.mutable_data_ptr();
-  params.residual_out = has_load_stage ? results.z.mutable_data_ptr() : nullptr;
+  params.has_load_stage = has_load_stage;
+  if (results.z.defined()) params.residual_out = results.z.mutable_data_ptr();
   params.z_dtype = params.residual_dtype = dtype_of(z_dtype);
   params.y_dtype = dtype_of(y_dtype);
   params.adds_y = call.adds_y;
@@ -491,7 +492,9 @@ NormResults forward_of(const NormCall& call, bool save_stats, const SandwichCall
 
 }  // namespace
 
-NormResults norm_forward(const NormCall& call, bool save_stats) { return forward_of(call, save_stats); }
+NormResults norm_forward(const NormCall& call, bool save_stats, bool wants_z) {
+  return forward_of(call, save_stats, wants_z);
+}
 
 SandwichResults sandwich_norm(SandwichCall call) {
   call.is_rms_norm = call.adds_y = true;
@@ -506,7 +509,7 @@ SandwichResults sandwich_norm(SandwichCall call) {
   TORCH_CHECK(check_forward(call) <= 1 && check_forward(next) <= 1, "sandwich_norm takes weights that all rows share");
   NormResults first, second;
   if (call.x.is_cuda()) {
-    first = forward_of(call, /*save_stats=*/true, &call, &second);
+    first = forward_of(call, /*save_stats=*/true, /*wants_z=*/true, &call, &second);
   } else {
     first = norm_forward(call, /*save_stats=*/true);
     next.x = first.y;

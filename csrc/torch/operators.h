@@ -88,8 +88,8 @@ constexpr const char* kDropoutMaskSchema =
     "dropout_mask(Tensor philox, SymInt rows, SymInt hidden_size, float dropout_p) -> Tensor";
 
 // What an operator returns for the call, in its order; undefined where absent.
-inline std::array<at::Tensor, 3> results_of(const NormCall& call, bool save_stats = true) {
-  NormResults found = norm_forward(call, save_stats);
+inline std::array<at::Tensor, 3> results_of(const NormCall& call, bool save_stats = true, bool wants_z = true) {
+  NormResults found = norm_forward(call, save_stats, wants_z);
   return {std::move(found.y), std::move(found.z), std::move(found.stats)};
 }
 

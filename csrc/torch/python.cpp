@@ -111,7 +111,7 @@ PyObject* py_takes_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 
 // call_norm_forward(*arguments, used) -> tuple, and so for other operators: the operator with these arguments, past the
 // dispatcher and autograd, for the code that Inductor generates. Bit i of `used`: result i is read. The others may be
-// None, and statistics that are not read are not computed.
+// None, statistics that are not read are not computed, and on CUDA an unread z is not stored.
 template <class Call>
 PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -140,7 +140,7 @@ PyObject* call_operator(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     if (is_plain) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       if constexpr (std::is_same_v<Call, NormCall>) {
-        results = results_of(call, (used & 4) != 0);
+        results = results_of(call, (used & 4) != 0, (used & 2) != 0);
       } else {
         results = results_of(call);
       }
