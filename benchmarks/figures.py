@@ -31,13 +31,12 @@ def read(folder, pattern):
 
 
 def whole_models(folder, pattern):
-    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}} of the newest csrc/ and card. A run
-    that had no time left for a model has no figures of it; then an earlier run's are taken, for all providers, as they
-    are compared within one run."""
+    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}} of the card of the newest record. A
+    model comes from the newest run that has its figures, for all providers, as they are compared within one run."""
     records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
     found = {}
     for record in records:
-        if all(record["meta"][key] == records[-1]["meta"][key] for key in ("csrc_hash", "gpu")):
+        if record["meta"]["gpu"] == records[-1]["meta"]["gpu"]:
             runs = {}
             for entry in record["results"]:
                 is_training = entry["mode"] in ("eager", "compile")
