@@ -394,9 +394,13 @@ def _gradients_of_modulation(
     of_factor = ()
     if others:
         of_factor = (others[0], _only_user(others[0]))
-        if len(others) > 1 or _other_operand(others[0], _MUL, y) is not grad or not _is_sum_to(factor, of_factor[1]):
+        if (
+            len(others) > 1
+            or _other_operand(others[0], _MUL, y) is not grad
+            or not _is_sum(of_factor[1], _val(factor).shape)
+        ):
             return None
-    of_shift = () if shift is None else tuple(user for user in grad.users if _is_sum_to(shift, user))[:1]
+    of_shift = () if shift is None else tuple(user for user in grad.users if _is_sum(user, _val(shift).shape))[:1]
     return _ModulationGradients(backward, grad, of_y, of_factor, of_shift)
 
 
@@ -686,7 +690,7 @@ def _fold_grad_gate(graph: Graph, backward: Node, writes: list[Node]) -> None:
     grads = [grad] if _val(grad).dtype == dtype else [u for u in grad.users if _is(u, _CAST) and _val(u).dtype == dtype]
     of_x = [user for g in grads for user in g.users if _other_operand(user, _MUL, g) is gate]
     of_gate = [user for g in grads for user in g.users if _other_operand(user, _MUL, g) is x]
-    sums = [_sum_to(gate, product) for product in of_gate]  # without them x need not be saved
+    sums = [_sum_like(gate, product) for product in of_gate]  # without them x need not be saved
     nodes = [*of_x, *of_gate, *(node for found in sums for node in found)]
     if (
         not sums
@@ -796,26 +800,20 @@ def _is_of_columns(parameter: Node, x: Node, options: reference.Options) -> bool
     return _same(shape, value.shape[-options.normalized_ndim :]) and _val(parameter).device == value.device
 
 
-def _sum_to(parameter: Node, product: Node) -> list[Node]:
+def _sum_like(parameter: Node, product: Node) -> list[Node]:
     """The sum of the product over the dimensions along which the parameter is shared, and the view of that sum without
     them, if the parameter does not have them; [] if the graph has something else."""
-    total = _only_user(product)
-    if _is_sum_to(parameter, total):
+    total, shape = _only_user(product), _val(parameter).shape
+    if _is_sum(total, shape):
         return [total]
-    shape = _val(parameter).shape
     ones = [1] * (_val(product).dim() - len(shape))
-    if not _is_sum_with_shape(total, [*ones, *shape]):
+    if not _is_sum(total, [*ones, *shape]):
         return []
     view = _only_user(total)
     return [total, view] if _is(view, *_VIEWS) and _same(_val(view).shape, shape) else []
 
 
-def _is_sum_to(parameter: Node, node: Node | None) -> bool:
-    """Whether the node is a sum over the dimensions along which the parameter is shared."""
-    return _is_sum_with_shape(node, _val(parameter).shape)
-
-
-def _is_sum_with_shape(node: Node | None, shape) -> bool:
+def _is_sum(node: Node | None, shape) -> bool:
     """Whether the node is a sum that keeps its dimensions, with a result of this shape."""
     is_sum = _is(node, _aten.sum.dim_IntList) and len(node.args) == 3 and node.args[2] is True
     return is_sum and _same(_val(node).shape, shape)
