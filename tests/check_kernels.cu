@@ -299,13 +299,6 @@ bool is_kept(const Case& c, int64_t row, int64_t col) {
   return octet.number(static_cast<int>(col % 4), col % 8 >= 4) > most_dropped(c.p);
 }
 
-template <typename P>
-auto set_has_load_stage(P& params, bool value, int) -> decltype(params.has_load_stage = value, void()) {
-  params.has_load_stage = value;
-}
-template <typename P>
-void set_has_load_stage(P&, bool, long) {}
-
 int run_forward(NormForwardParams& params) {
 #ifdef FLN_CHECK_CPU
   launch_norm_forward_cpu(params);
@@ -417,7 +410,7 @@ void run(const Case& c) {
   f.hidden_size = n, f.eps = c.eps;
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight,
   f.y_dtype = t.y;
-  set_has_load_stage(f, c.load, 0);
+  f.has_load_stage = c.load;
   f.adds_y = c.adds_y, f.rounds_x_hat = c.rounds_x_hat;
   f.next_weight = weight.data, f.next_weight_dtype = t.weight, f.next_eps = 1e-3;
   f.next_weight_offset = c.has_weight ? 0.5 : 0;
@@ -522,7 +515,7 @@ void run(const Case& c) {
   });
   NormBackwardParams p{};
   set_stages(p);
-  set_has_load_stage(p, c.load, 0);
+  p.has_load_stage = c.load;
   p.grad_output = go.data, p.grad_output_strides = go.strides, p.grad_output_dtype = t.go;
   p.grad_residual_out = gro.data, p.grad_residual_out_strides = gro.strides, p.grad_residual_out_dtype = t.gro;
   p.z = c.z_is_y ? y_all.data : c.load ? z_all.data : x.data;

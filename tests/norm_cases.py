@@ -699,7 +699,7 @@ def unravel(index, shape):
 
 
 def same_bits(a, b):
-    """Whether two results are equal in every bit; 0 equals -0, and NaN equals nothing."""
+    """Whether two results have one dtype, one shape and the same values; 0 equals -0, and NaN equals nothing."""
     return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
 
 
