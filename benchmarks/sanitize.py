@@ -198,6 +198,10 @@ def list_calls(light=False):
                 ]:
                     norm = draw.choice((fused_layer_norm, fused_rms_norm))
                     calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, shift, chosen))
+            if hidden_size * dtype.itemsize % 16 == 0:  # between few rows and many (kFewRowsVectors)
+                rows = 3 * (1 << 10 if light else 1 << 16) // (hidden_size * dtype.itemsize // 16)
+                norm = draw.choice((fused_layer_norm, fused_rms_norm))
+                calls.append((plain, max(rows, 1), hidden_size, dtype, weight_dtype, norm, 0, {}))
 
     def add_call(rows, hidden_size, dtype, residual_dtype, z_dtype, p, out_dtype=None):
         weight_dtype = draw.choice((dtype, single if dtype != double else double))

@@ -301,7 +301,7 @@ def test_add_checker_rejects(device, case):
 @on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in ADD_OPS for dtype in (fp16, bf16, fp32)
                                       for n in (128, 768, 1280, 4096)])  # fmt: skip
 def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
-    """y and z of few rows, which have kernels of their own, and of many: the same bits, also the signs of zeros"""
+    """y and z of few rows and of more, which have kernels of their own, and of many: the same bits, also zeros' signs"""
     if not uses_kernels(device):
         pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
     rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
@@ -311,9 +311,11 @@ def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
     for weight in (torch.rand(hidden_size, generator=generator).to(device, dtype), None):
         for bias in (weight, None):
             many = ADD_OPS[op](x, residual, weight, bias, 1e-5, normalized_shape=hidden_size)
-            few = ADD_OPS[op](x[:3], residual[:3], weight, bias, 1e-5, normalized_shape=hidden_size)
-            for a, b in zip(few, many, strict=True):
-                assert same_bits(a, b[:3]) and same_bits(a.signbit(), b[:3].signbit()), (weight is None, bias is None)
+            for fewer in (3, min(rows, 3 * 2**20 // x.itemsize // hidden_size)):
+                few = ADD_OPS[op](x[:fewer], residual[:fewer], weight, bias, 1e-5, normalized_shape=hidden_size)
+                for a, b in zip(few, many, strict=True):
+                    same = same_bits(a, b[:fewer]) and same_bits(a.signbit(), b[:fewer].signbit())
+                    assert same, (fewer, weight is None, bias is None)
 
 
 @on_devices("case", FEW_ADDS)
@@ -1124,6 +1126,25 @@ def modulated_parts(device, op, dtype, residual_dtype, parts):
             outputs, gradients = ((y,), ("grad_output",)) if z is None else ((y, z), ("grad_output", "grad_z"))
             (grad_x,) = torch.autograd.grad(outputs, x, [given[name][i] for name in gradients])
             assert same_bits(found["x"][i], grad_x)
+
+
+@on_devices("op,dtype,hidden_size", [
+    (op, dtype, n) for op in OPS for dtype in (fp16, bf16, fp32) for n in (64, 768, 1152, 2048, 4096)
+])  # fmt: skip
+def test_modulation_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """y and z of few tokens, which have kernels of their own, and of many: the same bits"""
+    if not uses_kernels(device):
+        pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
+    tokens = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS // 4) // (3 * hidden_size)
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(3, tokens, hidden_size, generator=generator).to(device, dtype) for _ in range(2))
+    scale, shift, gate = torch.randn(3, 1, 3 * hidden_size, generator=generator).to(device, dtype).chunk(3, -1)
+    for stage in ({}, {"residual": residual}, {"residual": residual, "gate": gate}):
+        many = ADAPTIVE_OPS[op](x, scale, shift, eps=1e-5, **stage)
+        few_rows = {name: t[:, :2] if t is residual else t for name, t in stage.items()}
+        few = ADAPTIVE_OPS[op](x[:, :2], scale, shift, eps=1e-5, **few_rows)
+        for a, b in zip(few if stage else (few,), many if stage else (many,), strict=True):
+            assert same_bits(a, b[:, :2]), list(stage)
 
 
 @on_devices("op,dtype,residual_dtype", [

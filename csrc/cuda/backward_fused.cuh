@@ -822,6 +822,7 @@ __global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
     }
   });
 
+  if (kForRacecheck) __syncthreads();
   if constexpr (Plan::kClusters) {
     cluster_sync();  // no block exits while others may write to its shared memory
   } else {

@@ -15,7 +15,7 @@ namespace fused_layernorm {
 // Eight columns a thread. Calls prepare(col, count) once for the columns, and the function that it returns once a row:
 // a thread keeps their weight and bias from row to row.
 template <typename F>
-__device__ __forceinline__ void for_each_kept_eight(int64_t rows, int64_t hidden_size, F&& prepare) {
+__device__ __forceinline__ void for_each_of_columns(int64_t rows, int64_t hidden_size, F&& prepare) {
   for (int64_t col = 8 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x); col < hidden_size;
        col += int64_t{8} * gridDim.y * blockDim.x) {
     const auto of_row = prepare(col, static_cast<int>(min(hidden_size - col, int64_t{8})));
@@ -28,7 +28,7 @@ __device__ __forceinline__ void for_each_kept_eight(int64_t rows, int64_t hidden
 // The same with nothing to keep. Calls f(row, col, count).
 template <typename F>
 __device__ __forceinline__ void for_each_eight(int64_t rows, int64_t hidden_size, F&& f) {
-  for_each_kept_eight(rows, hidden_size,
+  for_each_of_columns(rows, hidden_size,
                       [&](int64_t col, int count) { return [&f, col, count](int64_t row) { f(row, col, count); }; });
 }
 
@@ -87,8 +87,8 @@ cudaError_t launch_eights(const Extent& extent, int64_t most_blocks, int segment
 
 // For kernels that keep parameters from row to row.
 template <typename Kernel, typename... Arguments>
-cudaError_t launch_kept_eights(const Extent& extent, int segments, Kernel kernel, cudaStream_t stream,
-                               const Arguments&... arguments) {
+cudaError_t launch_by_columns(const Extent& extent, int segments, Kernel kernel, cudaStream_t stream,
+                              const Arguments&... arguments) {
   return launch_eights(extent, kKeepingBlocks, segments, kernel, stream, arguments...);
 }
 

@@ -5,6 +5,7 @@
 #include "activation.cuh"
 #include "async.cuh"
 #include "dispatch.cuh"
+#include "few_rows.cuh"
 #include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
@@ -174,28 +175,6 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-// z = residual + x for one row, as load_sum(), from and to `raw`.
-template <typename scalar_t, int kVec, int kVecs, typename Held>
-__device__ __forceinline__ void add_residual(RawVec<scalar_t, kVec> (&raw)[kVecs], const AddStage& stage, int64_t row,
-                                             int hidden_size, int col, const Held& held) {
-  const scalar_t* residual = static_cast<const scalar_t*>(stage.residual) + stage.residual_strides.offset(row) + col;
-  scalar_t* residual_out = static_cast<scalar_t*>(stage.residual_out) + row * hidden_size + col;
-  RawVec<scalar_t, kVec> residual_raw[kVecs];
-  held.for_each([&](int v, auto whole) {
-    if (whole || held.count(v) > 0) residual_raw[v] = load_vec<scalar_t, kVec, true>(residual + v * Held::kStep);
-  });
-  held.for_each([&](int v, auto whole) {
-    if (!whole && held.count(v) <= 0) return;
-    acc_type<scalar_t> x[kVec], z[kVec];
-    unpack(raw[v], x);
-    unpack(residual_raw[v], z);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) z[i] = add(z[i], x[i]);
-    raw[v] = pack<scalar_t>(z);
-    if (stage.residual_out) store_raw(residual_out + v * Held::kStep, raw[v]);
-  });
-}
-
 // Multiplies a vector by the activation of its gate, or adds a residual.
 template <typename x_t, int kVec, typename T>
 __device__ __forceinline__ void apply_gate(const RowGate& stage, const RawVec<x_t, kVec>& raw, T (&values)[kVec]) {
@@ -247,14 +226,9 @@ struct EpilogueRow {
   }
 };
 
-// kEager, for few rows, where the latency of one row decides: weight and bias are prefetched at the start, and the
-// launch overlaps the previous kernel (H200, fp32, 32 x 512: 2.5 us became 1.3). For plain calls and, by a run-time
-// branch, those that only add a residual (H100, bf16, 8 x 2048: 2.3 us became 1.8; plain calls take up to 5% longer for
-// the branch). An epilogue also has one weight for all rows.
-template <typename scalar_t, bool kEager, typename Fused>
-using ForwardParams = std::conditional_t<
-    kEager, EagerForwardParams<scalar_t>,
-    std::conditional_t<kHasEpilogue<Fused>, PlainForwardParams<scalar_t, int64_t>, KernelForwardParams>>;
+// An epilogue goes with one weight for all rows.
+template <typename scalar_t, typename Fused>
+using ForwardParams = std::conditional_t<kHasEpilogue<Fused>, PlainForwardParams<scalar_t>, KernelForwardParams>;
 
 template <typename Fused>
 constexpr Fuses kFuses = kHasLoad<Fused>       ? Fuses::kLoad
@@ -263,9 +237,8 @@ constexpr Fuses kFuses = kHasLoad<Fused>       ? Fuses::kLoad
                                                : Fuses::kNothing;
 
 // Whether threads may iterate over rows (kIteratesRows). fp32 weights of 16-bit x would spill.
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused>
-constexpr bool kIterates =
-    !kEager && !kHasStage<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kIteratesRows<scalar_t, Plan>;
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
+constexpr bool kIterates = !kHasStage<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kIteratesRows<scalar_t, Plan>;
 
 // Shared memory of RowStaging, the same for every dtype of weight.
 template <typename scalar_t, typename Plan>
@@ -314,10 +287,9 @@ __device__ __forceinline__ void norm_next(RawVec<scalar_t, Plan::kVec> (&raw)[Pl
   }
 }
 
-template <typename scalar_t, typename weight_t, typename Plan, bool kEager, typename Fused, typename Staging>
-__device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager, Fused>& params,
-                                            acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
-                                            Staging& staged) {
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused, typename Staging>
+__device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>& params, acc_type<scalar_t> inverse_n,
+                                            const Fused& fused, int64_t row, Staging& staged) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
@@ -334,12 +306,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   constexpr int kStep = kSpan * kVec;
   using Held = RegisterSlots<Plan, kRagged, kSpan, kHasEpilogue<Fused>>;
 
-  static_assert(!kHasStage<Fused> || (kWhole && !kEager && !kManyTiles<Plan>), "plans for rows at once");
+  static_assert(!kHasStage<Fused> || (kWhole && !kManyTiles<Plan>), "plans for rows at once");
   // The slice of the row: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   int rank = Row::rank();
   // Hide `rank` from the optimizer: derived values are recomputed for each row; keeping them spills
-  if constexpr (kIterates<scalar_t, weight_t, Plan, kEager, Fused>) asm volatile("" : "+r"(rank));
+  if constexpr (kIterates<scalar_t, weight_t, Plan, Fused>) asm volatile("" : "+r"(rank));
   if (blocks > 1) cluster_arrive();
   const int hidden_size = static_cast<int>(params.hidden_size);
   const int slice_most = (hidden_size - 1) / (kVec * blocks) * kVec + kVec;
@@ -360,13 +332,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
   constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
   constexpr bool kAddsOffset = kWhole && !kHasEpilogue<Fused> && !kIsTiny;
   // fp32 weights beside 16-bit x, within the register budget of 16-bit weights
-  constexpr bool kIsWide = !kHasStage<Fused> && !kEager && kWhole && sizeof(weight_t) > sizeof(scalar_t);
+  constexpr bool kIsWide = !kHasStage<Fused> && kWhole && sizeof(weight_t) > sizeof(scalar_t);
   // Ordered loads of parameters stay behind earlier stores (load_parameter). The compiler must be told again that they
   // are global. Plans of four vectors that iterate over rows would spill without the order.
-  constexpr bool kOrdered = kHasEpilogue<Fused> || kIsWide ||
-                            (kAddsOffset && kVecs == 4 && kIterates<scalar_t, weight_t, Plan, kEager, Fused>);
+  constexpr bool kOrdered =
+      kHasEpilogue<Fused> || kIsWide || (kAddsOffset && kVecs == 4 && kIterates<scalar_t, weight_t, Plan, Fused>);
   if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
-  if constexpr (kEager) wait_for_previous_kernel();
   const auto weight_vec = [&](const auto* weight, int count, bool given) {
     return load_parameter<kVec, kOrdered>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
@@ -375,22 +346,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     constexpr acc_t kNone = kHasLoad<Fused> ? acc_t(-0.0) : acc_t(0);  // Llama's product keeps the sign of a zero
     return load_parameter<kVec, kOrdered>(bias, count, params.bias, filled_vec<bias_t, kVec>(kNone));
   };
-  RawVec<weight_t, kVec> weight_raw[kEager ? kVecs : 1], bias_raw[kEager ? kVecs : 1];
-  if constexpr (kEager) {
-    const auto load_all = [&](auto& raw, const weight_t* first, bool given, RawVec<weight_t, kVec> neutral) {
-      const Held held(elements, own);
-      if (given) {
-        held.for_each([&](int v, auto whole) {
-          if (whole || held.count(v) > 0) raw[v] = load_vec<weight_t, kVec, true>(first + v * kStep);
-        });
-      } else {
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) raw[v] = neutral;
-      }
-    };
-    load_all(weight_raw, weight, params.weight, one_vec<weight_t, kVec>());
-    load_all(bias_raw, bias, params.bias, filled_vec<weight_t, kVec>(params.add.residual ? -0.f : 0.f));
-  }
 
   // Load; elements beyond the row are never used
   RawVec<scalar_t, kVec> raw[kVecs];
@@ -437,13 +392,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
         if constexpr (kStaged) {
           raw[v] = staging.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
         } else {
-          raw[v] = load_vec<scalar_t, kVec, kEager>(first + skip);
+          raw[v] = load_vec<scalar_t, kVec>(first + skip);
         }
       });
-      if constexpr (kEager) {  // unlikely: its code is out of the way of a plain call
-        if (__builtin_expect(params.add.residual != nullptr, 0))
-          add_residual(raw, params.add, row, hidden_size, slice_col + own, held);
-      }
     }
   };
 
@@ -515,10 +466,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
           if (!whole && count <= 0) return;
           const int has = whole || kWhole ? kVec : min(count, kVec);
           acc_t scale[kVec], offset[kVec];
-          if constexpr (kEager) {
-            unpack(weight_raw[v], scale);
-            unpack(bias_raw[v], offset);
-          } else if constexpr (kAhead) {
+          if constexpr (kAhead) {
             unpack(next_weight, scale);
             unpack(next_bias, offset);
             ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
@@ -526,7 +474,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
             unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
             unpack(bias_vec(bias + tile + skip, has), offset);
           }
-          if (kEager ? weight_offset != 0 : !plain || kAddsOffset) {
+          if (!plain || kAddsOffset) {
 #pragma unroll
             for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
           }
@@ -566,8 +514,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
       // With a load stage or a gate a branch per vector is free, and halves the code
-      bool is_plain = kEager || (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
-                                 (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))));
+      bool is_plain = (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
+                       (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))));
       if constexpr (kHasEpilogue<Fused>) is_plain &= epilogue.is_simple();
       if (is_plain) {
         store(weight, bias, std::true_type{});
@@ -592,8 +540,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, kEager
 
 // Dispatches run-time dtypes to forward_row(): fp32 weights beside 16-bit x, and 16-bit x beside fp32 z. With a stage,
 // the store loop tests weight's dtype.
-template <typename scalar_t, typename Plan, bool kEager, typename Fused>
-__device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, kEager, Fused>& params,
+template <typename scalar_t, typename Plan, typename Fused>
+__device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, Fused>& params,
                                                      acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
                                                      StagingMemory<scalar_t, Plan>& staged) {
   if constexpr (!kHasStage<Fused> && sizeof(scalar_t) == 2) {
@@ -601,40 +549,36 @@ __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_
       // Hide `row` from the optimizer: values computed before the branch and kept across it would make ragged rows
       // spill
       if constexpr (!kIsWhole<scalar_t, Plan>) asm volatile("" : "+l"(row));
-      return forward_row<scalar_t, float, Plan, kEager>(params, inverse_n, fused, row, staged);
+      return forward_row<scalar_t, float, Plan>(params, inverse_n, fused, row, staged);
     }
   }
   if constexpr (std::is_same<Fused, WithLoad<float>>::value) {
     if (params.x_dtype == DType::kFloat16)
-      return forward_row<float, __half, Plan, kEager>(params, inverse_n, WithLoad<__half>{fused}, row, staged);
+      return forward_row<float, __half, Plan>(params, inverse_n, WithLoad<__half>{fused}, row, staged);
     if (params.x_dtype == DType::kBFloat16)
-      return forward_row<float, __nv_bfloat16, Plan, kEager>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row,
-                                                             staged);
+      return forward_row<float, __nv_bfloat16, Plan>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row, staged);
   }
   if constexpr (kGatesY<Fused>) {
     if (!fused.gates_y)
-      return forward_row<float, scalar_t, Plan, kEager>(params, inverse_n, WithGate<scalar_t, false>{fused}, row,
-                                                        staged);
+      return forward_row<float, scalar_t, Plan>(params, inverse_n, WithGate<scalar_t, false>{fused}, row, staged);
   }
-  forward_row<scalar_t, scalar_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+  forward_row<scalar_t, scalar_t, Plan>(params, inverse_n, fused, row, staged);
 }
 
 // Fused: NoStage, WithLoad, WithEpilogue or WithGate. Weight is of scalar_t or fp32. Each run-time dtype has a separate
 // path through the kernel, with its own register allocation and schedule.
-template <typename scalar_t, typename Plan, bool kEager, typename Fused>
-__global__ void __launch_bounds__(kForwardThreads<Plan>,
-                                  kEager ? kEagerBlocksPerSm<scalar_t, Plan>
-                                         : forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, kFuses<Fused>))
-    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, kEager, Fused> params,
-                        acc_type<scalar_t> inverse_n, const __grid_constant__ Fused fused) {
+template <typename scalar_t, typename Plan, typename Fused>
+__global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<Plan>(dtype_of<scalar_t>, kFuses<Fused>))
+    norm_forward_kernel(const __grid_constant__ ForwardParams<scalar_t, Fused> params, acc_type<scalar_t> inverse_n,
+                        const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
   __shared__ StagingMemory<scalar_t, Plan> staged;
-  if constexpr (kIterates<scalar_t, scalar_t, Plan, kEager, Fused>) {
+  if constexpr (kIterates<scalar_t, scalar_t, Plan, Fused>) {
     int64_t row = static_cast<int64_t>(blockIdx.x) * params.iterations * kRows + Row::group();
     do {
       if (row >= params.rows) return;
-      forward_row_of_types<scalar_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+      forward_row_of_types<scalar_t, Plan>(params, inverse_n, fused, row, staged);
       if (params.iterations == 1 || (sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
       row += kRows;
       asm volatile("" : "+l"(row));
@@ -645,39 +589,23 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>,
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
     // Return, do not skip: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
     if (row >= params.rows) return;
-    forward_row_of_types<scalar_t, Plan, kEager>(params, inverse_n, fused, row, staged);
+    forward_row_of_types<scalar_t, Plan>(params, inverse_n, fused, row, staged);
   }
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// The number of blocks, or clusters, without kEager. Sets params.iterations.
+// The number of blocks, or clusters. Sets params.iterations.
 template <typename scalar_t, typename Plan, typename Fused>
 int64_t forward_blocks(KernelForwardParams& params) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   params.iterations = 1;
-  if (kIterates<scalar_t, scalar_t, Plan, false, Fused> && params.weight_dtype == dtype_of<scalar_t> &&
+  if (kIterates<scalar_t, scalar_t, Plan, Fused> && params.weight_dtype == dtype_of<scalar_t> &&
       params.segments > kFewSegments<Plan> && params.segments < params.rows && !params.interleaves &&
       params.rows * Plan::kThreads >= kSegmentIterations<Plan> * kSegmentIterationThreads)
     params.iterations = kSegmentIterations<Plan>;
   const int64_t rows = kRows * params.iterations;
   return (params.rows + rows - 1) / rows;
-}
-
-// For few rows. Returns cudaErrorNotSupported for calls without such a kernel.
-template <typename scalar_t, typename Plan>
-cudaError_t launch_eager(const KernelForwardParams& params, const AddStage& add, cudaStream_t stream) {
-  if constexpr (kMayBeEager<scalar_t, Plan>) {
-    constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-    const int64_t blocks = (params.rows + kRows - 1) / kRows;
-    if (blocks <= kEagerBlocks<scalar_t, Plan> && PlainForwardParams<scalar_t, int>::holds(params)) {
-      const OverlappedLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kForwardThreads<Plan>), stream);
-      return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, Plan, true, NoStage>,
-                                EagerForwardParams<scalar_t>(params, add), inverse_of<float>(params.hidden_size),
-                                NoStage{});
-    }
-  }
-  return cudaErrorNotSupported;
 }
 
 // Launches forward with a stage, by the ladder of that stage.
@@ -688,15 +616,13 @@ cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
     if constexpr (kHasLoad<Stage>) {
-      if (stage.adds_only(params.x_dtype)) {
-        const cudaError_t launched = launch_eager<scalar_t, Plan>(params, stage, stream);
-        if (launched != cudaErrorNotSupported) return launched;
-      }
+      const cudaError_t launched =
+          stage.residual ? launch_few_rows<scalar_t, Plan>(params, stage, stream) : cudaErrorNotSupported;
+      if (launched != cudaErrorNotSupported) return launched;
     }
     const ClusterLaunch launch(forward_blocks<scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
-    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, Plan, false, Stage>,
-                              ForwardParams<scalar_t, false, Stage>(params), inverse_of<float>(params.hidden_size),
-                              stage);
+    return cudaLaunchKernelEx(&launch.config, norm_forward_kernel<scalar_t, Plan, Stage>,
+                              ForwardParams<scalar_t, Stage>(params), inverse_of<float>(params.hidden_size), stage);
   });
 }
 
@@ -709,9 +635,9 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   const auto launch_plan = [&](auto plan) {
     using Plan = decltype(plan);
-    const cudaError_t launched = launch_eager<scalar_t, Plan>(params, {}, stream);
+    const cudaError_t launched = launch_few_rows<scalar_t, Plan>(params, {}, stream);
     if (launched != cudaErrorNotSupported) return launched;
-    const auto kernel = norm_forward_kernel<scalar_t, Plan, false, NoStage>;
+    const auto kernel = norm_forward_kernel<scalar_t, Plan, NoStage>;
     int cluster = 1;
     if constexpr (Plan::kClusters) {
       static OncePerDevice allowed;

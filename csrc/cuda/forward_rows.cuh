@@ -43,12 +43,15 @@ template <typename T>
 struct Moments {
   T n, m, c, q;
 
-  // Adds a vector of differences from m; the caller counts n.
+  // Adds a vector of differences from m; the caller counts n. A vector's squares are summed first, so that few_rows.cuh
+  // can add the vectors of several threads in the same order.
   template <int kVec>
   __device__ __forceinline__ void add(const T (&differences)[kVec]) {
-    c += vec_sum(differences);
+    T squares = differences[0] * differences[0];
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) q = fma(differences[i], differences[i], q);
+    for (int i = 1; i < kVec; ++i) squares = fma(differences[i], differences[i], squares);
+    c += vec_sum(differences);
+    q += squares;
   }
 
   // The same set with another reference point.
@@ -79,10 +82,18 @@ __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n
   return part;
 }
 
+// The reference point of a warp, from the lanes' sums of `sampled` of its elements, and lane 0's first of them.
+template <typename Row, typename T>
+__device__ __forceinline__ T reference_point(T sum, T first, int sampled) {
+  sum = Row::warp_sum(sum);
+  first = __shfl_sync(Row::lane_mask(), first, 0, Row::kLanes);
+  return sampled > 0 ? snapped(quick_ratio(sum, sampled), first) : T(0);
+}
+
 // The moments of this thread's vectors of a row, or of a tile of it with `left` elements; absent elements are 0. All
-// threads of a warp get the same reference point, the mean of the warp's elements; for 16-bit x the mean of its first
-// kSample vectors, which saves most of a pass. The mean of a quarter of a set is at most 2 sigma from the mean of all,
-// that of a seventh 2.5 (Cauchy-Schwarz): var loses at most three bits, of many more than a 16-bit result shows.
+// threads of a warp get the same reference point, the mean of the first kSample vectors of its lanes: the first, which
+// saves most of a pass. The mean of a quarter of a set is at most 1.7 sigma from the mean of all, that of a ninth 2.8
+// (Cauchy-Schwarz): var loses at most three bits.
 template <typename Row, typename Plan, typename Slots, typename scalar_t, int kVecs, int kVec>
 __device__ __forceinline__ Moments<acc_type<scalar_t>> tile_moments(RawVec<scalar_t, kVec> (&raw)[kVecs],
                                                                     const Slots& slots, int left, int rank,
@@ -90,7 +101,7 @@ __device__ __forceinline__ Moments<acc_type<scalar_t>> tile_moments(RawVec<scala
   using acc_t = acc_type<scalar_t>;
   constexpr bool kRagged = Slots::kMain < kVecs, kWhole = kIsWhole<scalar_t, Plan>;
   constexpr int kSpan = Slots::kStep / kVec;
-  constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kRagged ? Slots::kGroup : kVecs / 4;
+  constexpr int kSample = sizeof(scalar_t) > 4 ? kVecs : kRagged ? Slots::kGroup : 1;
   const int lane = rank % kSpan, own = lane * kVec;
   acc_t values[kVec];
   Moments<acc_t> here{static_cast<acc_t>(slots.count_of(kVecs, lane, 1)), 0, 0, 0};
@@ -113,14 +124,12 @@ __device__ __forceinline__ Moments<acc_type<scalar_t>> tile_moments(RawVec<scala
       for (int v = 0; v < kSample; ++v)
         if (kRagged || v * Slots::kStep + own < left) sample(v);
     }
-    sum = Row::warp_sum(sum);
     unpack(raw[0], values);
     if constexpr (kRagged) {
       if (!slots.whole(0)) unpack(raw[Slots::kMain], values);
     }
-    const acc_t first = __shfl_sync(Row::lane_mask(), values[0], 0, Row::kLanes);
     const int sampled = slots.count_of(kSample, lane / Row::kLanes * Row::kLanes, Row::kLanes);
-    if (sampled > 0) here.m = snapped(quick_ratio(sum, sampled), first);
+    here.m = reference_point<Row>(sum, values[0], sampled);
   }
   if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
   slots.for_each([&](int v, auto whole) {
@@ -140,9 +149,11 @@ __device__ __forceinline__ Moments<acc_type<scalar_t>> tile_moments(RawVec<scala
 }
 
 // Merges the threads' parts into this block's part of a row. All parts of a warp have the same m, and n counts the
-// elements of the warp. Includes a barrier of the row if it has several warps.
+// elements of the warp. Includes a barrier of the block if the row has several warps: the block then has one row.
+// `shares`: this warp writes its part to scratch (of several that have the same).
 template <typename Row, typename T>
-__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch, int rank) {
+__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, Moments<T>* scratch, int rank,
+                                                  bool shares = true) {
   const T half = lanes_half_sum<Row, Row::kLanes>(Pair<T>{part.c, part.q});
   if constexpr (Row::kWarps == 1) {
     const T other = __shfl_xor_sync(Row::lane_mask(), half, Row::kLanes / 2);
@@ -150,15 +161,14 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
     part.c = upper ? other : half;
     part.q = upper ? half : other;
   } else {
-    scratch += Row::group() * Row::kWarps;
     const int lane = rank % 32;
     T* const mine = &scratch[rank / 32].n;  // n, m, c, q
     T* const sum = mine + 2 + lane / 16;
-    if (lane == 0) {
+    if (shares && lane == 0) {
       mine[0] = part.n;
       mine[1] = part.m;
     }
-    if (lane % 16 == 0) *sum = half;
+    if (shares && lane % 16 == 0) *sum = half;
     Row::barrier();
     part = merge_moments<Row::kWarps>(scratch[lane % Row::kWarps], inverse_n);
   }
@@ -203,14 +213,13 @@ __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
 // The fields of KernelForwardParams that a plain call needs: one weight for all rows, y of x's dtype. Fewer argument
-// bytes and less code shorten small launches (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6). `rows_t` must hold the
-// number of rows.
-template <typename scalar_t, typename rows_t>
+// bytes and less code shorten small launches (H200, 32 x 512 and 64 x 1024: 0.1 us of 1.6).
+template <typename scalar_t>
 struct PlainForwardParams {
   const void *x, *weight, *bias;
   void* y;
   RowStrides x_strides;
-  rows_t rows;
+  int64_t rows;
   int hidden_size;
   float eps, weight_offset;
   void *rstd, *mean, *mean_tail;
@@ -228,7 +237,7 @@ struct PlainForwardParams {
         bias(params.bias),
         y(params.y),
         x_strides(params.x_strides),
-        rows(static_cast<rows_t>(params.rows)),
+        rows(params.rows),
         hidden_size(static_cast<int>(params.hidden_size)),
         eps(static_cast<float>(params.eps)),
         weight_offset(static_cast<float>(params.weight_offset)),
@@ -237,15 +246,6 @@ struct PlainForwardParams {
         mean_tail(params.mean_tail),
         is_rms_norm(params.is_rms_norm),
         weight_dtype(params.weight_dtype) {}
-};
-
-// With kEager: perhaps with a residual of x's dtype.
-template <typename scalar_t>
-struct EagerForwardParams : PlainForwardParams<scalar_t, int> {
-  AddStage add;
-
-  EagerForwardParams(const KernelForwardParams& params, const AddStage& add)
-      : PlainForwardParams<scalar_t, int>(params), add(add) {}
 };
 
 // The segment of a row, and the offset of its weight and bias.

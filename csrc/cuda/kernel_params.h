@@ -18,27 +18,17 @@ struct Epilogue {
   bool any() const { return activation != Activation::kNone || dropout.philox; }
 };
 
-// z = residual + x, stored in residual_out. A null pointer: no residual; z is not stored.
-struct AddStage {
-  const void* residual;
-  void* residual_out;
+// Forward's load stage: z = residual + gate * dropout(x). A dropped element counts as 0, also where x is not finite.
+struct LoadStage {
+  const void* residual;  // nullptr: 0
+  void* residual_out;    // nullptr: z is not stored
   RowStrides residual_strides;
-};
-
-// Forward's load stage. A dropped element counts as 0, also where x is not finite.
-struct LoadStage : AddStage {
   DType residual_dtype;      // x_dtype or fp32
   DType residual_out_dtype;  // x_dtype or fp32; that of statistics, and of backward's x
   Dropout dropout;
   const void* gate;  // [segments, hidden_size], of x's dtype; not with dropout; nullptr: 1
   int64_t gate_stride;
   bool rounds_x_hat;  // to the 16-bit type of z, before the product with weight (Llama). There is no bias
-
-  // Whether the stage is z = residual + x, all of x's dtype.
-  bool adds_only(DType x_dtype) const {
-    return residual && residual_dtype == x_dtype && residual_out_dtype == x_dtype && !dropout.philox && !gate &&
-           !rounds_x_hat;
-  }
 };
 
 // The RMSNorm of y behind the addition of a residual: NormForwardParams::next_y, of x's dtype; nullptr: none.

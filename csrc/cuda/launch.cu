@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kEightsThreads)
     epilogue_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue, void* y,
                     DType y_dtype) {
   for_each_segment(norm, [&](int64_t segment, const SegmentRows& rows) {
-    for_each_kept_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
+    for_each_of_columns(rows.count, norm.hidden_size, [&](int64_t col, int count) {
       return [&, col, count, rows, u = NormOfColumns<acc_t>(norm, segment, col, count)](int64_t row) {
         row = rows.first + row * rows.step;
         acc_t values[8];
@@ -211,7 +211,7 @@ template <typename acc_t>
 __global__ void __launch_bounds__(kEightsThreads)
     epilogue_grad_kernel(const __grid_constant__ SavedNorm norm, const __grid_constant__ Epilogue epilogue,
                          const __grid_constant__ Rows grad_output, void* grad_u, DType grad_u_dtype) {
-  for_each_kept_eight(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
+  for_each_of_columns(norm.rows, norm.hidden_size, [&](int64_t col, int count) {
     return [&, col, count, u = NormOfColumns<acc_t>(norm, 0, col, count)](int64_t row) {
       acc_t grad[8], values[8];
       load_columns<8>(grad, grad_output.data, grad_output.dtype, grad_output.strides.offset(row) + col, count);
@@ -228,7 +228,7 @@ template <typename acc_t>
 __global__ void __launch_bounds__(kEightsThreads)
     centered_from_y_kernel(const __grid_constant__ SavedNorm norm, void* target, DType dtype) {
   for_each_segment(norm, [&](int64_t segment, const SegmentRows& rows) {
-    for_each_kept_eight(rows.count, norm.hidden_size, [&](int64_t col, int count) {
+    for_each_of_columns(rows.count, norm.hidden_size, [&](int64_t col, int count) {
       NormOfColumns<acc_t> columns(norm, segment, col, count);
 #pragma unroll
       for (int i = 0; i < 8; ++i) columns.weight[i] = 1 / columns.weight[i];
@@ -515,9 +515,9 @@ void apply_epilogue(const SavedNorm& saved, const Epilogue& epilogue, void* y, D
                     Sequence& run) {
   const int segments = std::max(saved.segments, 1);
   run.launch([&](cudaStream_t stream) {
-    return launch_kept_eights({saved.rows / segments, saved.hidden_size}, segments,
-                              is_double ? epilogue_kernel<double> : epilogue_kernel<float>, stream, saved, epilogue, y,
-                              y_dtype);
+    return launch_by_columns({saved.rows / segments, saved.hidden_size}, segments,
+                             is_double ? epilogue_kernel<double> : epilogue_kernel<float>, stream, saved, epilogue, y,
+                             y_dtype);
   });
 }
 
@@ -886,9 +886,9 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     void* centered = run.take_rows(dtype);
     run.launch([&](cudaStream_t stream) {
       const int64_t rows = params.segments > 1 ? params.rows / params.segments : params.rows;
-      return launch_kept_eights({rows, params.hidden_size}, params.segments,
-                                is_double ? centered_from_y_kernel<double> : centered_from_y_kernel<float>, stream,
-                                saved, centered, dtype);
+      return launch_by_columns({rows, params.hidden_size}, params.segments,
+                               is_double ? centered_from_y_kernel<double> : centered_from_y_kernel<float>, stream,
+                               saved, centered, dtype);
     });
     z = {centered, contiguous(params.rows, params.hidden_size), dtype};
     if (!params.is_rms_norm && params.hidden_size == 1)  // the mean tells the kernels that this is no RMSNorm
@@ -898,9 +898,9 @@ void backward(const NormBackwardParams& params, Sequence& run) {
     const DType dtype = grad_output.dtype == z.dtype ? z.dtype : acc_dtype;
     void* grad_u = run.take_rows(dtype);
     run.launch([&](cudaStream_t stream) {
-      return launch_kept_eights({params.rows, params.hidden_size}, 1,
-                                is_double ? epilogue_grad_kernel<double> : epilogue_grad_kernel<float>, stream, saved,
-                                call.stages.epilogue, grad_output, grad_u, dtype);
+      return launch_by_columns({params.rows, params.hidden_size}, 1,
+                               is_double ? epilogue_grad_kernel<double> : epilogue_grad_kernel<float>, stream, saved,
+                               call.stages.epilogue, grad_output, grad_u, dtype);
     });
     grad_output = {grad_u, contiguous(params.rows, params.hidden_size), dtype};
     call.stages.epilogue = {};

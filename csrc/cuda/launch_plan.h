@@ -10,10 +10,11 @@ namespace fused_layernorm {
 
 // A build for compute-sanitizer's racecheck, which does not follow some kinds of synchronization. In this build every
 // lane of a warp arrives at an mbarrier, not one lane after __syncwarp(); an extra barrier follows mbarriers that
-// several lanes initialize in one instruction, of which the tool credits all to the last lane; and rows are merged
-// behind two barriers, because in some runs the tool took the first access behind a barrier of 13 warps for one before
-// it (it reported one word of the 16 that one statement reads, and nothing with two barriers). Limits are low, so that
-// small problems use every kernel and fill its ring many times: the tool takes seconds for millions of elements.
+// several lanes initialize in one instruction, of which the tool credits all to the last lane; and rows and blocks are
+// merged behind two barriers, because in some runs the tool took the first access behind a barrier of 13 warps for one
+// before it (it reported one word of the 16 that one statement reads, and nothing with two barriers). Limits are low,
+// so that small problems use every kernel and fill its ring many times: the tool takes seconds for millions of
+// elements.
 #if defined(FLN_FOR_RACECHECK)
 constexpr bool kForRacecheck = true;
 #else
@@ -203,20 +204,26 @@ constexpr int quant_blocks_per_sm() {
   return (Plan::kVecs > 4 ? 768 : 1024) / kForwardThreads<Plan>;
 }
 
-// Few rows: forward, plain or with a residual, prefetches weight and bias (kEager). As many blocks as 128 SMs hold at
-// once, because a second wave takes 30% longer: up to four vectors take 128 registers a thread, also six of fp32; six
-// of 16 bits take 168, seven or nine 256.
+// Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
+// has at most eight warps, for each warp executes about 300 instructions, however little it holds. With more than
+// kFewRowsVectors vectors in all, throughput decides, and a thread holds at least four (H100, 2048 x 1024: 4.07 us, not
+// 4.98); from twice as many on, the kernel for many rows is as fast.
+template <int kThreads>
+constexpr int kFewRowsVecs = kThreads <= 64 ? 1 : kThreads / 64;
+constexpr int kMostFewRowsVecs = 9;  // of a plan
+constexpr int kFewRowsBlock = 512;   // threads, at most
+constexpr int64_t kFewRowsVectors = (kForRacecheck ? 2 : 128) * 1024;
+template <typename Plan, int kHeld>
+constexpr int few_rows_block() {
+  return (Plan::kVecs + kHeld - 1) / kHeld * std::max(Plan::kThreads, 32);
+}
 template <typename scalar_t, typename Plan>
-constexpr int kEagerThreads = Plan::kVecs <= (sizeof(scalar_t) == 4 ? 6 : 4) ? 512
-                              : Plan::kVecs <= 6                             ? 384
-                                                                             : 256;
-template <typename scalar_t, typename Plan>
-constexpr int kEagerBlocksPerSm = std::max(kEagerThreads<scalar_t, Plan> / kForwardThreads<Plan>, 1);
-template <typename scalar_t, typename Plan>
-constexpr int64_t kEagerBlocks = kForRacecheck ? 8 : 128 * kEagerBlocksPerSm<scalar_t, Plan>;
-template <typename scalar_t, typename Plan>
-constexpr bool kMayBeEager =
-    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && (Plan::kVecs <= 7 || Plan::kVecs == 9);
+constexpr bool kMayBeFewRows =
+    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 256 &&
+    Plan::kVecs <= kMostFewRowsVecs && few_rows_block<Plan, kFewRowsVecs<Plan::kThreads>>() <= kFewRowsBlock;
+// With 256 threads the kernel for many rows takes less time (1 x 8192: 3.6 us, 4.1).
+template <typename Plan>
+constexpr bool kMayModulateFewRows = Plan::kThreads <= 128;
 
 // With segments, a group of threads iterates over so many adjacent rows if every SM still has enough work: the weight
 // of the segment then stays in L1. With one row a block, adjacent rows are on different SMs, and each SM reads every

@@ -1,0 +1,250 @@
+// Forward of few rows, plain, modulated or with a residual, where latency decides. Behind a matrix product a kernel
+// finds none of its instructions in a cache, so this one executes few (H100, 8 x 768 bf16: 1.5 us behind itself, 1.9 us
+// behind kernels with much code; forward_kernel.cuh with prefetched weights 1.5 and 2.2). A thread has one vector, or
+// few; weight and bias are prefetched; and the launch overlaps the previous kernel.
+//
+// A row has the bits that forward_kernel.cuh gives it: vectors that one thread holds there may belong to several
+// threads here, which add their sums in the same order, through shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+
+#include "dispatch.cuh"
+#include "forward_rows.cuh"
+#include "kernel_params.h"
+#include "launch_plan.h"
+#include "reduce.cuh"
+#include "stages.cuh"
+#include "vector_io.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// Offsets within each tensor must be ints.
+template <typename scalar_t>
+struct FewRowsParams {
+  const void *x, *residual;  // without residual z is x
+  const void *weight, *bias;
+  void *y, *residual_out;
+  const void* gate;
+  void *rstd, *mean, *mean_tail;
+  int rows, hidden_size, x_stride, residual_stride;
+  int rows_of_segment, weight_stride, gate_stride;
+  int vecs;  // Plan::kVecs
+  float eps, weight_offset;
+  DType weight_dtype;
+  bool is_rms_norm;
+
+  static bool takes(const RowStrides& strides, int64_t rows) {
+    return strides.is_even(rows) && strides.row_stride < INT_MAX / rows;
+  }
+  static bool holds(const KernelForwardParams& params, const LoadStage& stage) {
+    constexpr DType dtype = dtype_of<scalar_t>;
+    return params.x_dtype == dtype && params.y_dtype == dtype && !params.interleaves &&
+           takes(params.x_strides, params.rows) &&
+           std::max(params.weight_stride, stage.gate_stride) < INT_MAX / params.rows && !stage.dropout.philox &&
+           !stage.rounds_x_hat &&
+           (!stage.residual || (stage.residual_dtype == dtype && stage.residual_out_dtype == dtype &&
+                                takes(stage.residual_strides, params.rows)));
+  }
+  FewRowsParams(const KernelForwardParams& params, const LoadStage& stage, int vecs)
+      : x(params.x),
+        residual(stage.residual),
+        weight(params.weight),
+        bias(params.bias),
+        y(params.y),
+        residual_out(stage.residual_out),
+        gate(stage.gate),
+        rstd(params.rstd),
+        mean(params.mean),
+        mean_tail(params.mean_tail),
+        rows(static_cast<int>(params.rows)),
+        hidden_size(static_cast<int>(params.hidden_size)),
+        x_stride(static_cast<int>(params.x_strides.row_stride)),
+        residual_stride(static_cast<int>(stage.residual_strides.row_stride)),
+        rows_of_segment(rows / std::max(params.segments, 1)),
+        weight_stride(static_cast<int>(params.weight_stride)),
+        gate_stride(static_cast<int>(stage.gate_stride)),
+        vecs(vecs),
+        eps(static_cast<float>(params.eps)),
+        weight_offset(static_cast<float>(params.weight_offset)),
+        weight_dtype(params.weight_dtype),
+        is_rms_norm(params.is_rms_norm) {}
+};
+
+// kThreads: of the plan. A block has, for each group of kHeld of the plan's vectors v, the warps of the plan; a thread
+// holds the group's vectors. Rows of fewer than 32 threads share warps. kModulates: with segments, and perhaps a gate.
+template <typename scalar_t, int kThreads, int kHeld, bool kModulates>
+__global__ void __launch_bounds__(kFewRowsBlock)
+    norm_forward_few_rows_kernel(const __grid_constant__ FewRowsParams<scalar_t> params, float inverse_n) {
+  using Row = RowThreads<kThreads, 1, true>;
+  constexpr int kVec = 16 / sizeof(scalar_t), kLanes = Row::kLanes, kWarps = Row::kWarps, kStep = kLanes * kVec;
+  constexpr int kSpan = 32 * kWarps, kMostVecs = std::min(kFewRowsBlock / kSpan * kHeld, kMostFewRowsVecs);
+  using Vec = RawVec<scalar_t, kVec>;
+  using Words = RawVec<float, kVec>;  // of a vector of weight or bias, of either dtype
+  __shared__ Pair<float> sums[kMostVecs][kSpan];
+  __shared__ Moments<float> scratch[kWarps];
+
+  // Which row, and which columns: vectors first_v on of the slice of the plan's warp `warp`
+  const int rank = threadIdx.x % kSpan, lane = rank % kLanes, warp = rank / 32, first_v = threadIdx.x / kSpan * kHeld;
+  const int row = blockIdx.x * (32 / kLanes) + rank % 32 / kLanes;
+  if (row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
+  const int hidden_size = params.hidden_size, vecs = params.vecs, slice_col = warp * vecs * kStep;
+  const int sample_col = slice_col + lane * kVec, col = sample_col + first_v * kStep;
+  const int count = min(vecs - first_v, (hidden_size - col + kStep - 1) / kStep);  // of vectors; perhaps < 0
+  const bool is_first = first_v == 0;
+  const auto for_each = [&](auto&& f) {
+#pragma unroll
+    for (int held = 0; held < kHeld; ++held)
+      if (held < count) f(held, col + held * kStep);
+  };
+
+  // Load
+  wait_for_previous_kernel();
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + row * params.x_stride;
+  const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + row * params.residual_stride;
+  const bool adds = params.residual, has_sample = !params.is_rms_norm && !is_first && sample_col < hidden_size;
+  Vec z[kHeld], added[kHeld], sample = zero_vec<scalar_t, kVec>(), added_sample = sample;
+#pragma unroll
+  for (int held = 0; held < kHeld; ++held) z[held] = added[held] = sample;
+  for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(x + col); });
+  if (has_sample) sample = load_vec<scalar_t, kVec, true>(x + sample_col);
+  if (adds) {
+    for_each([&](int held, int col) { added[held] = load_vec<scalar_t, kVec, true>(residual + col); });
+    if (has_sample) added_sample = load_vec<scalar_t, kVec, true>(residual + sample_col);
+  }
+  const int segment = kModulates ? static_cast<unsigned>(row) / static_cast<unsigned>(params.rows_of_segment) : 0;
+  Words weight[kHeld], bias[kHeld];
+  const auto of_weight_type = [&](auto&& f) {
+    if (sizeof(scalar_t) == 4 || params.weight_dtype == DType::kFloat32) {
+      f(Words{}, float{});
+    } else {
+      f(Vec{}, scalar_t{});
+    }
+  };
+  of_weight_type([&](auto vec, auto element) {
+    using weight_t = decltype(element);
+    const auto load = [&](Words(&words)[kHeld], const void* parameter, float neutral) {
+      vec = filled_vec<weight_t, kVec>(neutral);
+#pragma unroll
+      for (int held = 0; held < kHeld; ++held) memcpy(&words[held], &vec, sizeof(vec));
+      if (!parameter) return;
+      const weight_t* first = static_cast<const weight_t*>(parameter) + segment * params.weight_stride;
+      for_each([&](int held, int col) {
+        vec = load_vec<weight_t, kVec, true>(first + col);
+        memcpy(&words[held], &vec, sizeof(vec));
+      });
+    };
+    load(weight, params.weight, 1);
+    load(bias, params.bias, adds ? -0.f : 0.f);
+  });
+
+  // z = residual + gate * x, rounded
+  float values[kVec];
+  const int y_row = row * hidden_size;
+  if (adds) {
+    const scalar_t* gate = static_cast<const scalar_t*>(params.gate) + segment * params.gate_stride;
+    const auto sum = [&](Vec& z, const Vec& residual, int col) {
+      float others[kVec];
+      unpack(z, values);
+      if (kModulates && params.gate) {
+        unpack(load_vec<scalar_t, kVec, true>(gate + col), others);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], others[i]);
+      }
+      unpack(residual, others);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = add(others[i], values[i]);
+      z = pack<scalar_t>(values);
+    };
+    for_each([&](int held, int col) {
+      sum(z[held], added[held], col);
+      if (params.residual_out) store_raw(static_cast<scalar_t*>(params.residual_out) + y_row + col, z[held]);
+    });
+    if (has_sample) sum(sample, added_sample, sample_col);
+  }
+  if (is_first) sample = z[0];
+
+  // Statistics, as tile_moments() computes them
+  const int left = max(hidden_size - slice_col, 0);
+  Moments<float> part{static_cast<float>(min(left, vecs * kStep)), 0, 0, 0};
+  if (!params.is_rms_norm) {
+    unpack(sample, values);
+    part.m = reference_point<Row>(0 + vec_sum(values), values[0], min(left, kStep));
+  }
+  Moments<float> own[kHeld] = {};
+  for_each([&](int held, int) {
+    unpack(z[held], values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] -= part.m;
+    own[held].add(values);
+  });
+  if (vecs <= kHeld) {
+#pragma unroll
+    for (int held = 0; held < kHeld; ++held) {
+      part.c += own[held].c;
+      part.q += own[held].q;
+    }
+  } else {
+#pragma unroll
+    for (int held = 0; held < kHeld; ++held)
+      if (first_v + held < vecs) sums[first_v + held][rank] = {own[held].c, own[held].q};
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < kMostVecs; ++v) {
+      if (v < vecs) {
+        part.c += sums[v][rank].first;
+        part.q += sums[v][rank].second;
+      }
+    }
+  }
+  part = row_moments<Row>(part, inverse_n, scratch, rank, is_first);
+  const RowNorm<float> norm = finish_row(part, inverse_n, params, row, is_first && rank % kThreads == 0);
+
+  // Store
+  const float weight_offset = params.weight ? params.weight_offset : -0.f;  // -0: changes no weight
+  of_weight_type([&](auto vec, auto) {
+    for_each([&](int held, int col) {
+      float scale[kVec], offset[kVec];
+      memcpy(&vec, &weight[held], sizeof(vec));
+      unpack(vec, scale);
+      memcpy(&vec, &bias[held], sizeof(vec));
+      unpack(vec, offset);
+      unpack(z[held], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i] + weight_offset, offset[i]);
+      store_vec(static_cast<scalar_t*>(params.y) + y_row + col, values);
+    });
+  });
+}
+
+// Returns cudaErrorNotSupported for calls without such a kernel. A stage without residual: z is x.
+template <typename scalar_t, typename Plan>
+cudaError_t launch_few_rows(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+  if constexpr (kMayBeFewRows<scalar_t, Plan>) {
+    static_assert(kByWarps<Plan> == (Plan::kThreads > 32), "the slices of warps");
+    constexpr int kThreads = Plan::kThreads, kHeld = kFewRowsVecs<kThreads>, kMoreHeld = std::max(kHeld, 4);
+    const int64_t vectors = params.rows * (params.hidden_size / Plan::kVec);
+    const bool modulates = params.segments > 1 || stage.gate, holds_more = vectors > kFewRowsVectors && !modulates;
+    if (vectors <= kFewRowsVectors * (modulates ? 1 : 2) && (!modulates || kMayModulateFewRows<Plan>) &&
+        FewRowsParams<scalar_t>::holds(params, stage)) {
+      const auto kernel = modulates ? norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, kMayModulateFewRows<Plan>>
+                          : holds_more ? norm_forward_few_rows_kernel<scalar_t, kThreads, kMoreHeld, false>
+                                       : norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, false>;
+      constexpr int kRows = std::max(32 / kThreads, 1);
+      const int threads = holds_more ? few_rows_block<Plan, kMoreHeld>() : few_rows_block<Plan, kHeld>();
+      const OverlappedLaunch launch(dim3(static_cast<unsigned>((params.rows + kRows - 1) / kRows)), dim3(threads),
+                                    stream);
+      return cudaLaunchKernelEx(&launch.config, kernel, FewRowsParams<scalar_t>(params, stage, Plan::kVecs),
+                                inverse_of<float>(params.hidden_size));
+    }
+  }
+  return cudaErrorNotSupported;
+}
+
+}  // namespace
+}  // namespace fused_layernorm
