@@ -301,7 +301,7 @@ def test_add_checker_rejects(device, case):
 @on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in ADD_OPS for dtype in (fp16, bf16, fp32)
                                       for n in (128, 768, 1280, 4096)])  # fmt: skip
 def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
-    """y and z of few rows and of more, which have kernels of their own, and of many: the same bits, also zeros' signs"""
+    """y and z of few rows and of more, which have kernels of their own, and of many: the same bits and signs of 0"""
     if not uses_kernels(device):
         pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
     rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
