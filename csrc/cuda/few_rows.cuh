@@ -32,24 +32,23 @@ struct FewRowsParams {
   void *y, *residual_out;
   const void* gate;
   void *rstd, *mean, *mean_tail;
-  int rows, hidden_size, x_stride, residual_stride;
+  int rows, hidden_size, residual_stride;
+  int rows_of_group, x_stride, group_stride;  // RowStrides of x
   int rows_of_segment, weight_stride, gate_stride;
   int vecs;  // Plan::kVecs
   float eps, weight_offset;
   DType weight_dtype;
   bool is_rms_norm;
 
-  static bool takes(const RowStrides& strides, int64_t rows) {
-    return strides.is_even(rows) && strides.row_stride < INT_MAX / rows;
-  }
   static bool holds(const KernelForwardParams& params, const LoadStage& stage) {
     constexpr DType dtype = dtype_of<scalar_t>;
-    return params.x_dtype == dtype && params.y_dtype == dtype && !params.interleaves &&
-           takes(params.x_strides, params.rows) &&
-           std::max(params.weight_stride, stage.gate_stride) < INT_MAX / params.rows && !stage.dropout.philox &&
-           !stage.rounds_x_hat &&
-           (!stage.residual || (stage.residual_dtype == dtype && stage.residual_out_dtype == dtype &&
-                                takes(stage.residual_strides, params.rows)));
+    const RowStrides &x = params.x_strides, &residual = stage.residual_strides;
+    const int64_t most =
+        std::max({x.row_stride, x.group_stride, residual.row_stride, params.weight_stride, stage.gate_stride});
+    return params.x_dtype == dtype && params.y_dtype == dtype && !params.interleaves && most < INT_MAX / params.rows &&
+           !stage.dropout.philox && !stage.rounds_x_hat &&
+           (!stage.residual ||
+            (stage.residual_dtype == dtype && stage.residual_out_dtype == dtype && residual.is_even(params.rows)));
   }
   FewRowsParams(const KernelForwardParams& params, const LoadStage& stage, int vecs)
       : x(params.x),
@@ -64,8 +63,10 @@ struct FewRowsParams {
         mean_tail(params.mean_tail),
         rows(static_cast<int>(params.rows)),
         hidden_size(static_cast<int>(params.hidden_size)),
-        x_stride(static_cast<int>(params.x_strides.row_stride)),
         residual_stride(static_cast<int>(stage.residual_strides.row_stride)),
+        rows_of_group(static_cast<int>(std::min(params.x_strides.rows_per_group, params.rows))),
+        x_stride(static_cast<int>(params.x_strides.row_stride)),
+        group_stride(static_cast<int>(params.x_strides.group_stride)),
         rows_of_segment(rows / std::max(params.segments, 1)),
         weight_stride(static_cast<int>(params.weight_stride)),
         gate_stride(static_cast<int>(stage.gate_stride)),
@@ -105,7 +106,10 @@ __global__ void __launch_bounds__(kFewRowsBlock)
 
   // Load
   wait_for_previous_kernel();
-  const scalar_t* x = static_cast<const scalar_t*>(params.x) + row * params.x_stride;
+  int x_row = row * params.x_stride;
+  if (params.rows_of_group < params.rows)
+    x_row += row / params.rows_of_group * (params.group_stride - params.rows_of_group * params.x_stride);
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + x_row;
   const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + row * params.residual_stride;
   const bool adds = params.residual, has_sample = !params.is_rms_norm && !is_first && sample_col < hidden_size;
   Vec z[kHeld], added[kHeld], sample = zero_vec<scalar_t, kVec>(), added_sample = sample;
