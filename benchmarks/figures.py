@@ -31,18 +31,20 @@ def read(folder, pattern):
 
 
 def whole_models(folder, pattern):
-    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}} of the card of the newest record. A
-    model comes from the newest run that has its figures, for all providers, as they are compared within one run."""
+    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}}. Those of a mode are of one card, that
+    of its newest record. A model comes from the newest run that has its figures, for all providers, as they are
+    compared within one run."""
     records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
+    gpus = {entry["mode"]: record["meta"]["gpu"] for record in records for entry in record["results"]}
     found = {}
     for record in records:
-        if record["meta"]["gpu"] == records[-1]["meta"]["gpu"]:
-            runs = {}
-            for entry in record["results"]:
+        runs = {}
+        for entry in record["results"]:
+            if gpus[entry["mode"]] == record["meta"]["gpu"]:
                 is_training = entry["mode"] in ("eager", "compile")
                 key = (entry["model"], entry["mode"], *(() if is_training else (entry["tokens"],)))
                 runs.setdefault(key, {})[entry["provider"]] = entry
-            found |= {key: run for key, run in runs.items() if run["torch"]["ms"] and run["replaced"]["ms"]}
+        found |= {key: run for key, run in runs.items() if run["torch"]["ms"] and run["replaced"]["ms"]}
     return found
 
 

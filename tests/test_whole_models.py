@@ -56,7 +56,8 @@ def test_table_of_builds(tmp_path):
 
 
 def test_tables(tmp_path):
-    """noise is in brackets; a model that a run had no time for comes from an earlier run on that card"""
+    """noise is in brackets; a model that a run had no time for comes from an earlier run on that card; another mode may
+    be of another card"""
 
     def record(date, gpu, *steps, mode="eager", tokens=1024):
         of_run = {"mode": mode, "tokens": tokens}
@@ -85,3 +86,7 @@ def test_tables(tmp_path):
     details = {row[0]: row[1:] for row in figures["model_details"](models)}
     assert details["GPT 768"][:3] == ["1.10 / 4.0% / 0.91", "(1.05) / 5.0% / 0.95", "-"]
     assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "2.00", "1.50"]]
+    record("6", "another", ("gpt_768", (6.0, 0.01), (5.0, 0.01), none), mode="graph-infer", tokens=1)
+    models = figures["whole_models"](tmp_path, "models_*.json")
+    assert {row[0]: row[1:] for row in figures["model_rows"](models)} == rows
+    assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "1.20", "-"]]
