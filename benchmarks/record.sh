@@ -12,6 +12,8 @@
 #   warm       fills the compile caches for what follows, in as many processes as there are cores
 #   benchmark  test_benchmark.py (SWEEP: its options), drawn, and the targets that it meets
 #   residual   the norms with a residual at five shapes beside all others that are installed
+#   peers      every cell of test_benchmark.py in bf16, fp16 and fp32 beside all others that are installed, with plots;
+#              warm_peers fills the compile caches for it
 #   fusions    benchmarks/fusions.py
 #   gated      the same for the gated norm, from 64 columns on
 #   quant      benchmarks/quant.py (QUANT: its options)
@@ -40,6 +42,8 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVI
   --direction forward,backward,call_no_grad,step --providers fused,torch,compile --rounds 10}"
 RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,65536x2048,32768x4096,16384x8192,4096x8192 \
   --direction forward,backward --providers all --rounds 4"
+PEERS="--op layer_norm,rms_norm --dtype bf16,fp16,fp32 --shapes small,sweep,huge,narrow --direction forward,backward \
+  --providers all --rounds 5"
 FUSIONS="--hidden 1024 1152 1536 4096 8192 --dtype bf16 --compiled 4096"
 GATED="--record gated --only gated_rms_norm --hidden 64 128 256 1024 1536 2048 4096 5120 8192 16384 --dtype bf16 --compiled 128 4096"
 QUANT=${QUANT:-}
@@ -147,6 +151,19 @@ part_warm() { # a run itself says who fails
   # shellcheck disable=SC2086
   within "$1" python3 test_benchmark.py $RESIDUAL --warm $((($(nproc) + 1) / 2)) & pids+=($!)
   wait "${pids[@]}" || true
+}
+
+part_warm_peers() {
+  # shellcheck disable=SC2086
+  within "$1" python3 test_benchmark.py $PEERS --warm "$(nproc)"
+}
+
+part_peers() {
+  local record
+  record=$out/peers_$(date +%Y%m%d_%H%M%S).json
+  # shellcheck disable=SC2086
+  within "$1" python3 test_benchmark.py $PEERS --json "$record" || return 1
+  python3 test_benchmark.py --plot "$record" || true # without matplotlib: elsewhere, later
 }
 
 part_benchmark() {
