@@ -230,6 +230,8 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     calls.append((modulated, 3, (rows + 2) // 3, hidden_size, dtype, z, True, dtype))
+                if dtype == z:  # without a residual short rows have plans of fewer threads
+                    calls.append((modulated, 3, 1, hidden_size, dtype, None, False, dtype))
     # A scale for each token: of x's type, and of float32
     for dtype, z, of in (*((x, z, x) for x, z in mixes), (half, half, single), (brain, brain, single), (double,) * 3):
         for hidden_size in lengths(kinds[z], light=True):
