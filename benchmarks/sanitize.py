@@ -73,6 +73,14 @@ def lengths(kind, light=False):
     return sorted(n for hidden in held for n in (hidden - 1, hidden, *([] if light else [hidden + 8])) if n > 0)
 
 
+def few_rows_vectors(light):
+    """kFewRowsVectors of csrc/cuda/launch_plan.h: up to so many vectors forward has few rows, up to twice as many more,
+    for which the same kernels hold more vectors a thread."""
+    text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
+    (found,) = re.findall(r"kFewRowsVectors = \(kForRacecheck \? (\d+) : (\d+)\) \* 1024", text)
+    return 1024 * int(found[not light])
+
+
 def for_other_cards():
     """Plans that a card with clusters of 16 never takes: an earlier one holds as much, or whole rows are streamed."""
     found = set()
@@ -198,8 +206,8 @@ def list_calls(light=False):
                 ]:
                     norm = draw.choice((fused_layer_norm, fused_rms_norm))
                     calls.append((plain, rows, hidden_size, dtype, weight_dtype, norm, shift, chosen))
-            if hidden_size * dtype.itemsize % 16 == 0:  # between few rows and many (kFewRowsVectors)
-                rows = 3 * (1 << 10 if light else 1 << 16) // (hidden_size * dtype.itemsize // 16)
+            if hidden_size * dtype.itemsize % 16 == 0:  # between few rows and many
+                rows = 3 * few_rows_vectors(light) // 2 // (hidden_size * dtype.itemsize // 16)
                 norm = draw.choice((fused_layer_norm, fused_rms_norm))
                 calls.append((plain, max(rows, 1), hidden_size, dtype, weight_dtype, norm, 0, {}))
 

@@ -311,6 +311,7 @@ def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
     for weight in (torch.rand(hidden_size, generator=generator).to(device, dtype), None):
         for bias in (weight, None):
             many = ADD_OPS[op](x, residual, weight, bias, 1e-5, normalized_shape=hidden_size)
+            # few, and between few and many: 1.5 times kFewRowsVectors (csrc/cuda/launch_plan.h) of 16 bytes
             for fewer in (3, min(rows, 3 * 2**20 // x.itemsize // hidden_size)):
                 few = ADD_OPS[op](x[:fewer], residual[:fewer], weight, bias, 1e-5, normalized_shape=hidden_size)
                 for a, b in zip(few, many, strict=True):
