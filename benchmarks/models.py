@@ -355,8 +355,8 @@ def measure(name, spec, mode, args, device, deadline):
 
 
 def measure_apart(*of_run):
-    """measure() in a process of its own: in a trace of CUDA graphs (H200, torch 2.11), those captured after the profiler
-    had run waited about 0.4 us before each kernel, the one captured before 0.1."""
+    """measure() in a process of its own: in a trace of CUDA graphs (H200, torch 2.11), those captured after the
+    profiler had run waited about 0.4 us before each kernel, the one captured before 0.1."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *of_run).result()
 

@@ -112,8 +112,8 @@ def replace_norms(
     inputs that the kernels do not take, such as float64 or a gate that is broadcast. Under CUDA autocast the output has
     the input's dtype, whereas torch's LayerNorm returns float32.
 
-    Under torch.compile the norms take in the additions beside them. Compiled models train as fast as with Inductor's own
-    norms, or faster; docs/pytorch.md has the measurements, and the mode of inference that can be slower.
+    Under torch.compile the norms take in the additions beside them. Compiled models train as fast as with Inductor's
+    own norms, or faster; docs/pytorch.md has the measurements, and the mode of inference that can be slower.
 
     Args:
         model: any module; it may be a norm itself.
