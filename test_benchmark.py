@@ -1209,10 +1209,14 @@ def main(arguments=None):
           f"torch {torch.__version__}, on {where}\n")  # fmt: skip
     if not HAS_CUDA and busy_cores() > 0.25 * (os.cpu_count() or 1):
         print("Other programs use this CPU: the times are unreliable.\n")
-    measured = print_small_shapes(bench) if default else []
-    print_cells(bench, [cell for cell in cells if cell not in measured])
-    if host_cells:
-        print_cells(bench, host_cells)
+    try:
+        measured = print_small_shapes(bench) if default else []
+        print_cells(bench, [cell for cell in cells if cell not in measured])
+        if host_cells:
+            print_cells(bench, host_cells)
+    except KeyboardInterrupt:
+        bench.failed = True
+        bench.note("interrupted: the record has what was measured")
     print_verdict(bench.results)
     for line in bench.lines_of_notes():
         print(line)

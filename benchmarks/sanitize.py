@@ -74,8 +74,8 @@ def lengths(kind, light=False):
 
 
 def few_rows_vectors(light):
-    """kFewRowsVectors of csrc/cuda/launch_plan.h: up to so many vectors forward has few rows, up to twice as many more,
-    for which the same kernels hold more vectors a thread."""
+    """kFewRowsVectors of csrc/cuda/launch_plan.h: up to so many vectors forward has few rows, up to twice as many (with
+    a residual four times) more, for which the same kernels hold more vectors a thread."""
     text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
     (found,) = re.findall(r"kFewRowsVectors = \(kForRacecheck \? (\d+) : (\d+)\) \* 1024", text)
     return 1024 * int(found[not light])
@@ -191,10 +191,10 @@ def list_calls(light=False):
 
     def rows_for(hidden_size):
         if light:  # in racecheck's build few rows are many
-            most = max(max(1 << 16, 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
-        else:  # more than begin eagerly
+            most = max(max(9 << 13, 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
+        else:  # more than few
             most = max(600 if hidden_size <= 12288 else FEW, min(MANY, MANY_ELEMENTS // hidden_size))
-        return sorted({FEW, min(most, 600) if light else most} | ({1} if hidden_size > 1 << 17 else set()))
+        return sorted({FEW, min(most, 1200) if light else most} | ({1} if hidden_size > 1 << 17 else set()))
 
     for dtype, weight_dtype in (
         (half, half), (half, single), (brain, brain), (brain, single), (single, single), (double, double)

@@ -117,7 +117,7 @@ struct NormForwardParams : NormStages {
   const void* bias;      // as weight; nullptr: 0
 
   void* y;             // rows, y_dtype: any
-  void* residual_out;  // z as rows, z_dtype: x_dtype or fp32. nullptr: no load stage, or (CUDA) z is not stored
+  void* residual_out;  // z as rows, z_dtype: x_dtype or fp32. nullptr: no load stage; on CUDA also: z is not stored
   // Saved for backward, [rows] each, in the accumulation type (fp64 for fp64 x, else fp32).
   // mean + mean_tail is the mean to about twice the precision of the type; both are nullptr for RMSNorm.
   void* rstd;

@@ -1015,6 +1015,8 @@ void time_all(const std::string& only) {
   const auto plain = [](Case&) {};
   const auto residual = [](Case& c) { c.load = c.has_residual = c.has_gro = true; };
   const auto modulated = [](Case& c) { c.segments = -1, c.load = c.has_residual = c.has_gro = c.has_gate = true; };
+  const auto gated = [](Case& c) { c.has_row_gate = true; };
+  const auto sandwich = [](Case& c) { c.adds_y = c.has_residual = c.has_next = true; };
   const std::vector<Timed> timed = {
       {"layer_norm", "bf16", plain, all},
       {"rms_norm", "bf16", plain, all, true},
@@ -1055,13 +1057,13 @@ void time_all(const std::string& only) {
        [](Case& c) { c.load = c.has_residual = c.has_gro = true, c.activation = Activation::kGelu; }, few},
       {"residual after rms", "bf16", [](Case& c) { c.adds_y = c.has_residual = true; }, some, true},
       {"residual after rms", "fp32", [](Case& c) { c.adds_y = c.has_residual = true; }, few, true},
-      {"residual after next rms", "bf16", [](Case& c) { c.adds_y = c.has_residual = c.has_next = true; }, some, true},
-      {"residual after next rms", "fp32", [](Case& c) { c.adds_y = c.has_residual = c.has_next = true; }, few, true},
+      {"residual after next rms", "bf16", sandwich, some, true},
+      {"residual after next rms", "fp32", sandwich, few, true},
       {"rounded x_hat rms", "bf16", [](Case& c) { c.rounds_x_hat = true; }, some, true},
       {"rounded x_hat residual rms", "bf16",
        [](Case& c) { c.load = c.has_residual = c.has_gro = c.rounds_x_hat = true; }, some, true},
-      {"row gate rms", "bf16", [](Case& c) { c.has_row_gate = true; }, some, true},
-      {"row gate rms", "fp32", [](Case& c) { c.has_row_gate = true; }, few, true},
+      {"row gate rms", "bf16", gated, some, true},
+      {"row gate rms", "fp32", gated, few, true},
       {"gate first rms", "bf16", [](Case& c) { c.has_row_gate = true, c.gates_y = false; }, some, true},
       {"gelu", "bf16", [](Case& c) { c.activation = Activation::kGelu; }, ragged},
       {"layer_norm", "bf16", plain, ragged},
@@ -1098,9 +1100,11 @@ void time_all(const std::string& only) {
                             {"few rows layer_norm", "fp32", plain, {}},
                             {"few rows residual", "bf16", residual, {}},
                             {"few rows residual rms", "bf16", residual, {}, true},
-                            {"few rows modulated", "bf16", modulated, {}}};
+                            {"few rows modulated", "bf16", modulated, {}},
+                            {"few rows row gate rms", "bf16", gated, {}, true},
+                            {"few rows residual after next rms", "bf16", sandwich, {}, true}};
   for (const Timed& cell : few_rows)
-    for (const int64_t n : {512, 768, 1024, 1152, 1536, 2048, 4096, 8192})
+    for (const int64_t n : {128, 512, 768, 1024, 1152, 1536, 2048, 4096, 8192})
       for (const int64_t rows : {1, 8, 32, 256, 512, 1024, 2048}) run_case(cell, n, rows);
 }
 #endif

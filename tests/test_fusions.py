@@ -307,8 +307,9 @@ def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
     rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(rows, hidden_size, generator=generator).to(device, dtype) for _ in range(2))
-    x[1, ::3] = residual[1, ::3] = -0.0
-    for weight in (torch.rand(hidden_size, generator=generator).to(device, dtype), None):
+    some = torch.rand(hidden_size, generator=generator).to(device, dtype)
+    x[1, ::3] = residual[1, ::3] = some[::5] = -0.0
+    for weight in (some, None):
         for bias in (weight, None):
             many = ADD_OPS[op](x, residual, weight, bias, 1e-5, normalized_shape=hidden_size)
             # few, and between few and many: 1.5 times kFewRowsVectors (csrc/cuda/launch_plan.h) of 16 bytes
@@ -1684,6 +1685,32 @@ def test_gated_norm_of_many_sizes(device, op, gates_y, dtype, gate, parameters, 
 ], devices=("cuda",))  # fmt: skip
 def test_groups_of_many_sizes(device, op, gates_y, dtype, gate, groups):
     check_fusion(gated(op, groups, dtype, gate, "silu", gates_y, True, True), device)
+
+
+@on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in OPS for dtype in (fp16, bf16, fp32)
+                                      for n in (64, 128, 768, 1024, 4096)])  # fmt: skip
+def test_gates_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """gated norms, the norm before the residual's sum, and with the next norm: few rows have kernels of their own"""
+    if not uses_kernels(device):
+        pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
+    rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS // 4) // hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(rows, hidden_size, generator=generator).to(device, dtype) for _ in range(2))
+    weight, bias = (torch.rand(hidden_size, generator=generator).to(device, dtype) for _ in "wb")
+    gate = torch.cat((other, x), -1)[:, :hidden_size]
+    calls = [lambda x, other, *_: AFTER_OPS[op](x, other, weight, bias, 1e-5)]
+    for activation in GATES:
+        for first in (True, False):
+            calls.append(lambda x, _, gate, activation=activation, first=first: GATED_OPS[op](
+                x, gate, weight, bias, 1e-5, activation=activation, norm_before_gate=first))  # fmt: skip
+    if op == "rms_norm":
+        calls.append(lambda x, other, _: fused_sandwich_rms_norm(x, other, weight, bias, 1e-5, weight_offset=1.0))
+    for i, call in enumerate(calls):
+        many = call(x, other, gate)
+        for fewer in (3, min(rows, 2**19 // x.itemsize // hidden_size)):
+            few = call(x[:fewer], other[:fewer], gate[:fewer])
+            for a, b in zip(*((few, many) if isinstance(few, tuple) else ((few,), (many,))), strict=True):
+                assert same_bits(a, b[:fewer]) and same_bits(a.signbit(), b[:fewer].signbit()), (i, fewer)
 
 
 @on_devices("op,gates_y", [(op, gates_y) for op in OPS for gates_y in (True, False)])

@@ -1,7 +1,7 @@
-// Forward of few rows, plain, modulated or with a residual, where latency decides. Behind a matrix product a kernel
-// finds none of its instructions in a cache, so this one executes few (H100, 8 x 768 bf16: 1.5 us behind itself, 1.9 us
-// behind kernels with much code; forward_kernel.cuh with prefetched weights 1.5 and 2.2). A thread has one vector, or
-// few; weight and bias are prefetched; and the launch overlaps the previous kernel.
+// Forward of few rows, where latency decides: plain, modulated, with a residual, or with a row gate. Behind a matrix
+// product a kernel finds none of its instructions in a cache, so this one executes few (H100, 8 x 768 bf16: 1.5 us
+// behind itself, 1.9 us behind kernels with much code; forward_kernel.cuh with prefetched weights 1.5 and 2.2). A
+// thread has one vector, or few; weight and bias are prefetched; and the launch overlaps the previous kernel.
 //
 // A row has the bits that forward_kernel.cuh gives it: vectors that one thread holds there may belong to several
 // threads here, which add their sums in the same order, through shared memory.
@@ -77,15 +77,29 @@ struct FewRowsParams {
         is_rms_norm(params.is_rms_norm) {}
 };
 
+template <typename scalar_t>
+struct GatedFewRowsParams : FewRowsParams<scalar_t> {
+  RowGate row_gate;
+
+  GatedFewRowsParams(const KernelForwardParams& params, const RowGate& row_gate, int vecs)
+      : FewRowsParams<scalar_t>(params, {}, vecs), row_gate(row_gate) {}
+};
+
+// A modulated call has segments, and perhaps a gate; a gated one has a RowGate.
+enum class FewRows { kPlain, kModulated, kGated };
+
 // kThreads: of the plan. A block has, for each group of kHeld of the plan's vectors v, the warps of the plan; a thread
-// holds the group's vectors. Rows of fewer than 32 threads share warps. kModulates: with segments, and perhaps a gate.
-template <typename scalar_t, int kThreads, int kHeld, bool kModulates>
+// holds the group's vectors. Rows of fewer than 32 threads share warps.
+template <typename scalar_t, int kThreads, int kHeld, FewRows kKind, typename Params>
 __global__ void __launch_bounds__(kFewRowsBlock)
-    norm_forward_few_rows_kernel(const __grid_constant__ FewRowsParams<scalar_t> params, float inverse_n) {
+    norm_forward_few_rows_kernel(const __grid_constant__ Params params, float inverse_n) {
+  constexpr bool kModulates = kKind == FewRows::kModulated, kGates = kKind == FewRows::kGated;
   using Row = RowThreads<kThreads, 1, true>;
   constexpr int kVec = 16 / sizeof(scalar_t), kLanes = Row::kLanes, kWarps = Row::kWarps, kStep = kLanes * kVec;
   constexpr int kSpan = 32 * kWarps, kMostVecs = std::min(kFewRowsBlock / kSpan * kHeld, kMostFewRowsVecs);
+  using z_t = std::conditional_t<kGates, float, scalar_t>;  // x * activation(gate) is not rounded
   using Vec = RawVec<scalar_t, kVec>;
+  using ZVec = RawVec<z_t, kVec>;
   using Words = RawVec<float, kVec>;  // of a vector of weight or bias, of either dtype
   __shared__ Pair<float> sums[kMostVecs][kSpan];
   __shared__ Moments<float> scratch[kWarps];
@@ -110,66 +124,91 @@ __global__ void __launch_bounds__(kFewRowsBlock)
   if (params.rows_of_group < params.rows)
     x_row += row / params.rows_of_group * (params.group_stride - params.rows_of_group * params.x_stride);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + x_row;
-  const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + row * params.residual_stride;
-  const bool adds = params.residual, has_sample = !params.is_rms_norm && !is_first && sample_col < hidden_size;
-  Vec z[kHeld], added[kHeld], sample = zero_vec<scalar_t, kVec>(), added_sample = sample;
+  const auto* other = static_cast<const scalar_t*>(params.residual) + row * params.residual_stride;
+  if constexpr (kGates)
+    other = static_cast<const scalar_t*>(params.row_gate.gate) + params.row_gate.strides.offset(row);
+  const bool has_sample = !params.is_rms_norm && !is_first && sample_col < hidden_size;
+  Vec x_raw[kHeld], other_raw[kHeld], sample_x = zero_vec<scalar_t, kVec>(), sample_other = sample_x;
 #pragma unroll
-  for (int held = 0; held < kHeld; ++held) z[held] = added[held] = sample;
-  for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(x + col); });
-  if (has_sample) sample = load_vec<scalar_t, kVec, true>(x + sample_col);
-  if (adds) {
-    for_each([&](int held, int col) { added[held] = load_vec<scalar_t, kVec, true>(residual + col); });
-    if (has_sample) added_sample = load_vec<scalar_t, kVec, true>(residual + sample_col);
+  for (int held = 0; held < kHeld; ++held) x_raw[held] = other_raw[held] = sample_x;
+  for_each([&](int held, int col) { x_raw[held] = load_vec<scalar_t, kVec, true>(x + col); });
+  if (has_sample) sample_x = load_vec<scalar_t, kVec, true>(x + sample_col);
+  if (kGates || params.residual) {
+    for_each([&](int held, int col) { other_raw[held] = load_vec<scalar_t, kVec, true>(other + col); });
+    if (has_sample) sample_other = load_vec<scalar_t, kVec, true>(other + sample_col);
   }
   const int segment = kModulates ? static_cast<unsigned>(row) / static_cast<unsigned>(params.rows_of_segment) : 0;
   Words weight[kHeld], bias[kHeld];
-  const auto of_weight_type = [&](auto&& f) {
-    if (sizeof(scalar_t) == 4 || params.weight_dtype == DType::kFloat32) {
+  [[maybe_unused]] Words next_weight[kHeld];
+  const auto of_type = [&](DType dtype, auto&& f) {
+    if (sizeof(scalar_t) == 4 || dtype == DType::kFloat32) {
       f(Words{}, float{});
     } else {
       f(Vec{}, scalar_t{});
     }
   };
-  of_weight_type([&](auto vec, auto element) {
+  const auto load = [&](Words(&words)[kHeld], const void* parameter, auto vec, auto element, float neutral) {
     using weight_t = decltype(element);
-    const auto load = [&](Words(&words)[kHeld], const void* parameter, float neutral) {
-      vec = filled_vec<weight_t, kVec>(neutral);
+    vec = filled_vec<weight_t, kVec>(neutral);
 #pragma unroll
-      for (int held = 0; held < kHeld; ++held) memcpy(&words[held], &vec, sizeof(vec));
-      if (!parameter) return;
-      const weight_t* first = static_cast<const weight_t*>(parameter) + segment * params.weight_stride;
-      for_each([&](int held, int col) {
-        vec = load_vec<weight_t, kVec, true>(first + col);
-        memcpy(&words[held], &vec, sizeof(vec));
-      });
-    };
-    load(weight, params.weight, 1);
-    load(bias, params.bias, adds ? -0.f : 0.f);
+    for (int held = 0; held < kHeld; ++held) memcpy(&words[held], &vec, sizeof(vec));
+    if (!parameter) return;
+    const weight_t* first = static_cast<const weight_t*>(parameter) + segment * params.weight_stride;
+    for_each([&](int held, int col) {
+      vec = load_vec<weight_t, kVec, true>(first + col);
+      memcpy(&words[held], &vec, sizeof(vec));
+    });
+  };
+  of_type(params.weight_dtype, [&](auto vec, auto element) {
+    load(weight, params.weight, vec, element, 1);
+    load(bias, params.bias, vec, element, params.residual ? -0.f : 0.f);
   });
+  if constexpr (kGates) {
+    const NextNorm& next = params.row_gate.next;
+    if (next.y)
+      of_type(next.weight_dtype, [&](auto vec, auto element) { load(next_weight, next.weight, vec, element, 1); });
+  }
 
-  // z = residual + gate * x, rounded
+  // z = residual + gate * x, rounded; x * activation(gate); or x
   float values[kVec];
   const int y_row = row * hidden_size;
-  if (adds) {
-    const scalar_t* gate = static_cast<const scalar_t*>(params.gate) + segment * params.gate_stride;
-    const auto sum = [&](Vec& z, const Vec& residual, int col) {
+  const auto z_of = [&](const Vec& x, const Vec& other, int col) {
+    unpack(x, values);
+    if constexpr (kGates) {
+      apply_gate(params.row_gate, other, values);
+    } else {
       float others[kVec];
-      unpack(z, values);
       if (kModulates && params.gate) {
+        const scalar_t* gate = static_cast<const scalar_t*>(params.gate) + segment * params.gate_stride;
         unpack(load_vec<scalar_t, kVec, true>(gate + col), others);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], others[i]);
       }
-      unpack(residual, others);
+      unpack(other, others);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[i] = add(others[i], values[i]);
-      z = pack<scalar_t>(values);
-    };
+    }
+    return pack<z_t>(values);
+  };
+  const auto widened = [&](const Vec& x) {
+    if constexpr (std::is_same<z_t, scalar_t>::value) {
+      return x;
+    } else {
+      unpack(x, values);
+      return pack<z_t>(values);
+    }
+  };
+  ZVec z[kHeld], sample = widened(sample_x);
+#pragma unroll
+  for (int held = 0; held < kHeld; ++held) z[held] = widened(x_raw[held]);
+  bool is_x = !params.residual;
+  if constexpr (kGates) is_x = params.row_gate.gates_y;
+  if (!is_x) {
     for_each([&](int held, int col) {
-      sum(z[held], added[held], col);
-      if (params.residual_out) store_raw(static_cast<scalar_t*>(params.residual_out) + y_row + col, z[held]);
+      z[held] = z_of(x_raw[held], other_raw[held], col);
+      if (!kGates && params.residual_out) store_raw(static_cast<z_t*>(params.residual_out) + y_row + col, z[held]);
     });
-    if (has_sample) sum(sample, added_sample, sample_col);
+    if (has_sample) sample = z_of(sample_x, sample_other, sample_col);
   }
   if (is_first) sample = z[0];
 
@@ -180,71 +219,117 @@ __global__ void __launch_bounds__(kFewRowsBlock)
     unpack(sample, values);
     part.m = reference_point<Row>(0 + vec_sum(values), values[0], min(left, kStep));
   }
-  Moments<float> own[kHeld] = {};
-  for_each([&](int held, int) {
-    unpack(z[held], values);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] -= part.m;
-    own[held].add(values);
-  });
-  if (vecs <= kHeld) {
-#pragma unroll
-    for (int held = 0; held < kHeld; ++held) {
-      part.c += own[held].c;
-      part.q += own[held].q;
-    }
-  } else {
-#pragma unroll
-    for (int held = 0; held < kHeld; ++held)
-      if (first_v + held < vecs) sums[first_v + held][rank] = {own[held].c, own[held].q};
-    __syncthreads();
-#pragma unroll
-    for (int v = 0; v < kMostVecs; ++v) {
-      if (v < vecs) {
-        part.c += sums[v][rank].first;
-        part.q += sums[v][rank].second;
-      }
-    }
-  }
-  part = row_moments<Row>(part, inverse_n, scratch, rank, is_first);
-  const RowNorm<float> norm = finish_row(part, inverse_n, params, row, is_first && rank % kThreads == 0);
-
-  // Store
-  const float weight_offset = params.weight ? params.weight_offset : -0.f;  // -0: changes no weight
-  of_weight_type([&](auto vec, auto) {
-    for_each([&](int held, int col) {
-      float scale[kVec], offset[kVec];
-      memcpy(&vec, &weight[held], sizeof(vec));
-      unpack(vec, scale);
-      memcpy(&vec, &bias[held], sizeof(vec));
-      unpack(vec, offset);
+  const auto moments_of_row = [&](Moments<float> part) {
+    Moments<float> own[kHeld] = {};
+    for_each([&](int held, int) {
       unpack(z[held], values);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i] + weight_offset, offset[i]);
-      store_vec(static_cast<scalar_t*>(params.y) + y_row + col, values);
+      for (int i = 0; i < kVec; ++i) values[i] -= part.m;
+      own[held].add(values);
     });
-  });
+    if (vecs <= kHeld) {
+#pragma unroll
+      for (int held = 0; held < kHeld; ++held) {
+        part.c += own[held].c;
+        part.q += own[held].q;
+      }
+    } else {
+#pragma unroll
+      for (int held = 0; held < kHeld; ++held)
+        if (first_v + held < vecs) sums[first_v + held][rank] = {own[held].c, own[held].q};
+      __syncthreads();
+#pragma unroll
+      for (int v = 0; v < kMostVecs; ++v) {
+        if (v < vecs) {
+          part.c += sums[v][rank].first;
+          part.q += sums[v][rank].second;
+        }
+      }
+    }
+    return row_moments<Row>(part, inverse_n, scratch, rank, is_first);
+  };
+  const bool saves = is_first && rank % kThreads == 0;
+  const auto store = [&](const RowNorm<float>& norm, void* y, const Words(&weight)[kHeld], DType weight_dtype,
+                         float weight_offset, auto&& finish) {
+    of_type(weight_dtype, [&](auto vec, auto) {
+      for_each([&](int held, int col) {
+        float scale[kVec], offset[kVec];
+        memcpy(&vec, &weight[held], sizeof(vec));
+        unpack(vec, scale);
+        memcpy(&vec, &bias[held], sizeof(vec));
+        unpack(vec, offset);
+        unpack(z[held], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i] + weight_offset, offset[i]);
+        finish(held);
+        store_vec(static_cast<scalar_t*>(y) + y_row + col, values);
+      });
+    });
+  };
+  const float weight_offset = params.weight && params.weight_offset != 0 ? params.weight_offset : -0.f;  // -0: none
+  store(finish_row(moments_of_row(part), inverse_n, params, row, saves), params.y, weight, params.weight_dtype,
+        weight_offset, [&](int held) {
+          if constexpr (kGates) {
+            if (params.row_gate.gates_y) apply_gate(params.row_gate, other_raw[held], values);
+            float rounded[kVec];
+            unpack(pack<scalar_t>(values), rounded);
+            z[held] = pack<z_t>(rounded);
+          }
+        });
+  if constexpr (kGates) {
+    const NextNorm& next = params.row_gate.next;
+    if (!next.y) return;
+    __syncthreads();  // sums and scratch are used again
+#pragma unroll
+    for (int held = 0; held < kHeld; ++held) bias[held] = Words{};
+    part.m = 0;
+    store(finish_row(moments_of_row(part), inverse_n, next, row, saves), next.y, next_weight, next.weight_dtype,
+          next.weight_offset, [](int) {});
+  }
 }
 
-// Returns cudaErrorNotSupported for calls without such a kernel. A stage without residual: z is x.
-template <typename scalar_t, typename Plan>
-cudaError_t launch_few_rows(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+// Stage: NoStage, WithLoad or WithGate. Returns cudaErrorNotSupported for calls without such a kernel.
+template <typename scalar_t, typename Plan, typename Stage>
+cudaError_t launch_few_rows(const KernelForwardParams& params, const Stage& stage, cudaStream_t stream) {
   if constexpr (kMayBeFewRows<scalar_t, Plan>) {
     static_assert(kByWarps<Plan> == (Plan::kThreads > 32), "the slices of warps");
-    constexpr int kThreads = Plan::kThreads, kHeld = kFewRowsVecs<kThreads>, kMoreHeld = std::max(kHeld, 4);
+    constexpr int kThreads = Plan::kThreads, kHeld = kFewRowsVecs<kThreads>, kMoreHeld = kMoreFewRowsVecs<kThreads>;
     const int64_t vectors = params.rows * (params.hidden_size / Plan::kVec);
-    const bool modulates = params.segments > 1 || stage.gate, holds_more = vectors > kFewRowsVectors && !modulates;
-    if (vectors <= kFewRowsVectors * (modulates ? 1 : 2) && (!modulates || kMayModulateFewRows<Plan>) &&
-        FewRowsParams<scalar_t>::holds(params, stage)) {
-      const auto kernel = modulates ? norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, kMayModulateFewRows<Plan>>
-                          : holds_more ? norm_forward_few_rows_kernel<scalar_t, kThreads, kMoreHeld, false>
-                                       : norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, false>;
+    const auto launch = [&](auto* kernel, const auto& arguments, int threads) {
       constexpr int kRows = std::max(32 / kThreads, 1);
-      const int threads = holds_more ? few_rows_block<Plan, kMoreHeld>() : few_rows_block<Plan, kHeld>();
       const OverlappedLaunch launch(dim3(static_cast<unsigned>((params.rows + kRows - 1) / kRows)), dim3(threads),
                                     stream);
-      return cudaLaunchKernelEx(&launch.config, kernel, FewRowsParams<scalar_t>(params, stage, Plan::kVecs),
-                                inverse_of<float>(params.hidden_size));
+      return cudaLaunchKernelEx(&launch.config, kernel, arguments, inverse_of<float>(params.hidden_size));
+    };
+    using Params = FewRowsParams<scalar_t>;
+    if constexpr (kHasGate<Stage>) {
+      using Gated = GatedFewRowsParams<scalar_t>;
+      if constexpr (kMayGateFewRows<Plan>) {
+        if (vectors <= kGatedFewRowsVectors && params.segments <= 1 && Params::holds(params, {}))
+          return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kGated, Gated>,
+                        Gated(params, stage, Plan::kVecs), few_rows_block<Plan, kHeld>());
+      }
+    } else {
+      LoadStage load{};
+      if constexpr (kHasLoad<Stage>) {
+        if (!stage.residual) return cudaErrorNotSupported;
+        load = stage;
+      }
+      if (!Params::holds(params, load)) return cudaErrorNotSupported;
+      const Params arguments(params, load, Plan::kVecs);
+      if (params.segments > 1 || load.gate) {
+        if constexpr (kMayModulateFewRows<Plan>) {
+          if (vectors <= kFewRowsVectors)
+            return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kModulated, Params>,
+                          arguments, few_rows_block<Plan, kHeld>());
+        }
+      } else if (vectors <= kFewRowsVectors) {
+        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kPlain, Params>, arguments,
+                      few_rows_block<Plan, kHeld>());
+      } else if (kMoreHeld > 1 && vectors <= (load.residual ? 4 : 2) * kFewRowsVectors) {
+        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kMoreHeld, FewRows::kPlain, Params>, arguments,
+                      few_rows_block<Plan, kMoreHeld>());
+      }
     }
   }
   return cudaErrorNotSupported;

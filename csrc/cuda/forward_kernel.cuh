@@ -175,21 +175,6 @@ __device__ __forceinline__ void load_sum(RawVec<scalar_t, Plan::kVec> (&z)[Plan:
   }
 }
 
-// Multiplies a vector by the activation of its gate, or adds a residual.
-template <typename x_t, int kVec, typename T>
-__device__ __forceinline__ void apply_gate(const RowGate& stage, const RawVec<x_t, kVec>& raw, T (&values)[kVec]) {
-  T gate[kVec];
-  unpack(raw, gate);
-  if (stage.adds) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = add(values[i], gate[i]);
-    return;
-  }
-  with_gate_activation(stage.activation, [&](auto which) { activate<sizeof(x_t) == 2>(gate, which); });
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], gate[i]);
-}
-
 // The epilogue of one row.
 template <typename T, bool kQuick>
 struct EpilogueRow {
@@ -615,9 +600,8 @@ cudaError_t launch_staged_forward(KernelForwardParams params, const Stage& stage
                                       std::conditional_t<kHasGate<Stage>, GateLadder<scalar_t>, LoadLadder<scalar_t>>>;
   return dispatch_plan<LadderOf>(params.hidden_size, 1, [&](auto plan) {
     using Plan = decltype(plan);
-    if constexpr (kHasLoad<Stage>) {
-      const cudaError_t launched =
-          stage.residual ? launch_few_rows<scalar_t, Plan>(params, stage, stream) : cudaErrorNotSupported;
+    if constexpr (!kHasEpilogue<Stage>) {
+      const cudaError_t launched = launch_few_rows<scalar_t, Plan>(params, stage, stream);
       if (launched != cudaErrorNotSupported) return launched;
     }
     const ClusterLaunch launch(forward_blocks<scalar_t, Plan, Stage>(params), kForwardThreads<Plan>, 0, 1, stream);
@@ -635,7 +619,7 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   const auto launch_plan = [&](auto plan) {
     using Plan = decltype(plan);
-    const cudaError_t launched = launch_few_rows<scalar_t, Plan>(params, {}, stream);
+    const cudaError_t launched = launch_few_rows<scalar_t, Plan>(params, NoStage{}, stream);
     if (launched != cudaErrorNotSupported) return launched;
     const auto kernel = norm_forward_kernel<scalar_t, Plan, NoStage>;
     int cluster = 1;

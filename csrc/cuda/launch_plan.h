@@ -51,7 +51,6 @@ constexpr bool kManyTiles = Plan::kClusters;
 template <typename... Plans>
 struct Ladder {};
 
-constexpr int round_up_to(int value, int least) { return value > least ? value : least; }
 constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_up_to_power((value + 1) / 2); }
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
@@ -206,10 +205,15 @@ constexpr int quant_blocks_per_sm() {
 
 // Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
 // has at most eight warps, for each warp executes about 300 instructions, however little it holds. With more than
-// kFewRowsVectors vectors in all, throughput decides, and a thread holds at least four (H100, 2048 x 1024: 4.07 us, not
-// 4.98); from twice as many on, the kernel for many rows is as fast.
+// kFewRowsVectors vectors in all, throughput decides, and a thread holds more (H100, 2048 x 1024: 4.07 us, not 4.98;
+// 1024 x 1152, of 16 threads: 3.46, and 4.65 by the kernel for many rows). From twice as many on, the kernel for many
+// rows takes 5 to 10% less time; with a residual this one does up to four times (H200, 2048 x 2048: 8.5 us, 8.9).
 template <int kThreads>
 constexpr int kFewRowsVecs = kThreads <= 64 ? 1 : kThreads / 64;
+template <int kThreads>
+constexpr int kMoreFewRowsVecs = kThreads < 16   ? 1
+                                 : kThreads < 32 ? 3
+                                                 : 4;
 constexpr int kMostFewRowsVecs = 9;  // of a plan
 constexpr int kFewRowsBlock = 512;   // threads, at most
 constexpr int64_t kFewRowsVectors = (kForRacecheck ? 2 : 128) * 1024;
@@ -221,9 +225,13 @@ template <typename scalar_t, typename Plan>
 constexpr bool kMayBeFewRows =
     kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 256 &&
     Plan::kVecs <= kMostFewRowsVecs && few_rows_block<Plan, kFewRowsVecs<Plan::kThreads>>() <= kFewRowsBlock;
-// With 256 threads the kernel for many rows takes less time (1 x 8192: 3.6 us, 4.1).
+// With 256 threads the kernel for many rows takes less time (1 x 8192: 3.6 us, 4.1); rows of few threads are rare.
 template <typename Plan>
-constexpr bool kMayModulateFewRows = Plan::kThreads <= 128;
+constexpr bool kMayModulateFewRows = Plan::kThreads >= 16 && Plan::kThreads <= 128;
+// With a row gate, for fewer vectors (H200, 512 x 1024: 3.6 us, 4.6 by the kernel for many rows; 512 x 1152: 5.0, 4.6).
+template <typename Plan>
+constexpr bool kMayGateFewRows = Plan::kThreads <= 128;
+constexpr int64_t kGatedFewRowsVectors = kFewRowsVectors / 2;
 
 // With segments, a group of threads iterates over so many adjacent rows if every SM still has enough work: the weight
 // of the segment then stays in L1. With one row a block, adjacent rows are on different SMs, and each SM reads every
@@ -425,7 +433,7 @@ struct PerRowLadder<double> : RaggedPerRowLadder<double> {};
 template <typename Plan>
 constexpr int per_row_blocks_per_sm(bool same, int bytes) {
   const int threads = kManyTiles<Plan> || bytes == 8 ? 512 : bytes == 2 && !same ? 768 : 1024;
-  return round_up_to(threads / round_up_to(Plan::kThreads, 64), 1);
+  return std::max(threads / std::max(Plan::kThreads, 64), 1);
 }
 
 // Ragged rows: vectors of two 16-bit elements, or single elements, as in forward.
@@ -500,15 +508,15 @@ constexpr bool kSplitClusters = Plan::kClusters && Plan::kThreads * Plan::kMaxCl
 template <typename Plan>
 constexpr int kSplitRowThreads = Plan::kThreads * (kSplitClusters<Plan> ? Plan::kMaxCluster : 1);
 template <typename Plan>
-constexpr int kSplitThreads = round_up_to(kSplitRowThreads<Plan>, 256);
+constexpr int kSplitThreads = std::max(kSplitRowThreads<Plan>, 256);
 
 // 80 registers a thread, 128 if a thread holds more than two vectors of x and grad_output.
 template <int vecs, int block>
-constexpr int kSplitBlocksPerSm = round_up_to((vecs > 8   ? 256
-                                               : vecs > 2 ? 512
-                                                          : 768) /
-                                                  block,
-                                              1);
+constexpr int kSplitBlocksPerSm = std::max((vecs > 8   ? 256
+                                            : vecs > 2 ? 512
+                                                       : 768) /
+                                               block,
+                                           1);
 
 // Columns of a block in the split strategy: 8 lanes of 16 bytes are one 128-byte line; more lanes where rows are few.
 template <int vec>

@@ -2,6 +2,7 @@
 // memory, and the all-reduce of a row's sums between the warps and blocks that share it.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <cstddef>
 
@@ -270,7 +271,7 @@ struct RowRing {
       };
       load_statistics(first_row);
       constexpr bool kPaced = kIsPaced<scalar_t, Plan>;
-      Pace<kPaced ? round_up_to(kPaceBytes / slot_bytes_of(Work::kTensors), 1) : 0> pace(depth);
+      Pace<kPaced ? std::max(kPaceBytes / slot_bytes_of(Work::kTensors), 1) : 0> pace(depth);
 #pragma unroll 1
       for (int row = first_row; row < row_count && iterations > 0; row += slice.row_step, --iterations) {
         const int count = min(kRows, row_count - row);

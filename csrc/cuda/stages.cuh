@@ -61,6 +61,21 @@ constexpr bool kGatesY = false;
 template <typename x>
 constexpr bool kGatesY<WithGate<x, true>> = true;
 
+// Multiplies a vector by the activation of its gate, or adds a residual.
+template <typename x_t, int kVec, typename T>
+__device__ __forceinline__ void apply_gate(const RowGate& stage, const RawVec<x_t, kVec>& raw, T (&values)[kVec]) {
+  T gate[kVec];
+  unpack(raw, gate);
+  if (stage.adds) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = add(values[i], gate[i]);
+    return;
+  }
+  with_gate_activation(stage.activation, [&](auto which) { activate<sizeof(x_t) == 2>(gate, which); });
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values[i] = mul(values[i], gate[i]);
+}
+
 // Dropout of the elements of one row, in the accumulation type.
 template <typename T>
 struct RowDropout {
