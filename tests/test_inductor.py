@@ -4,6 +4,7 @@ Most tests run the pass in a backend that ends in eager mode (`fold_backend`), w
 partitioner: the graphs are the same, and no C++ is compiled.
 """
 
+import functools
 import operator
 import sys
 import types
@@ -23,6 +24,7 @@ from fused_layernorm import (
     _backend,
     fused_adaptive_layer_norm,
     fused_add_layer_norm,
+    fused_gated_layer_norm,
     fused_gated_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
@@ -452,6 +454,60 @@ def without_gradients(folds):
 def test_gate(device, function, folds, dtype):
     leaves = [leaf(*s, device=device, dtype=dtype) for s in sizes()]
     check(function, leaves, folds, without_gradients(folds))
+
+
+HEAD = 16
+PROJECTION = ((3, 5, 2 * HEAD), (2 * HEAD, 8 * HEAD), (HEAD,), (HEAD,))
+
+
+def of_projection(first=2 * HEAD, norm=fused_gated_rms_norm, gate_users=1, per_head=False):
+    """A gated norm of heads, as in Qwen3-Next: the gate is a slice of a projection, which reshape() copies."""
+
+    def function(x, m, weight, bias):
+        left, gate, _ = (x @ m).split([first, 2 * HEAD, m.shape[1] - first - 2 * HEAD], -1)
+        y = torch.sin(left[..., : 2 * HEAD])
+        if per_head:
+            gate = gate.unflatten(-1, (2, HEAD)).clone(memory_format=torch.contiguous_format).view(-1, 2, HEAD)
+            y = norm(y.reshape(-1, 2, HEAD), gate, weight.expand(2, HEAD), bias.expand(2, HEAD), normalized_shape=HEAD)
+        else:
+            gate = gate.unflatten(-1, (2, HEAD)).reshape(-1, HEAD)
+            y = norm(y.reshape(-1, HEAD), gate, weight, bias)
+        y = y.reshape(*x.shape[:-1], -1) @ m
+        return (y, gate) if gate_users > 1 else y
+
+    return function
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize(
+    "function, folds",
+    [
+        (of_projection(), 1),
+        (of_projection(norm=functools.partial(fused_gated_layer_norm, norm_before_gate=False)), 1),
+        (of_projection(first=2 * HEAD + 1), 0),  # not by 16 bytes
+        (of_projection(gate_users=2), 0),  # the copy is needed
+        (of_projection(per_head=True), 0),
+    ],
+)
+def test_copy_of_a_gate(device, function, folds, dtype):
+    """without gradients the gate is read in place; for backward the copy is kept, smaller than the projection"""
+    leaves = [leaf(*shape, device=device, dtype=dtype) for shape in PROJECTION]
+    check(function, leaves, {}, {"copy": folds} if folds else {})
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_no_copy_of_a_gate_in_inductor(device, is_dynamic):
+    function = of_projection()
+    with torch.no_grad():
+        leaves = [leaf(*shape, device=device) for shape in PROJECTION]
+        compiled = torch.compile(function, fullgraph=True, dynamic=None if is_dynamic else False)
+        for samples in (3, 4):
+            leaves[0] = leaf(samples, 5, 2 * HEAD, device=device)
+            if is_dynamic:
+                torch._dynamo.mark_dynamic(leaves[0], 0)
+            wide = function(*(t.double() for t in leaves))
+            assert_no_worse(compiled(*leaves), function(*leaves), wide, f"{samples} samples")
+    assert inductor.counters["copy"] == (1 if is_dynamic else 2), inductor.counters
 
 
 def gated_cast(x, r, m, weight, bias):

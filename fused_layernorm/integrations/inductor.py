@@ -5,14 +5,14 @@
   to whose result a residual is added, `norm_backward -> add` a backward with the residual's gradient as input. A norm
   of such a sum joins the operator of the norm before it. A modulation, y * (1 + scale) + shift, or an activation of y
   becomes part of the norm, in training also of its backward. So does the gate of a residual, residual + gate * x. Casts
-  around a float32 residual stream are folded too.
+  around a float32 residual stream are folded too, and copies of a gated norm's gate.
 - Lowerings: the Python code that Inductor generates calls the extension, not the dispatcher. cpp_wrapper, AOTInductor
   and torch.export keep the operators.
 
 `counters` counts the folds in this process: "residual", "added", "sandwich", "grad_residual", "modulation", "gate",
-"grad_gate", "activation" and "cast" (graphs from Inductor's cache were folded earlier and are not counted). `disable()`
-and `enable()` turn both hooks off and on for graphs that are compiled later; FUSED_LAYERNORM_FOLD=0 disables them at
-import.
+"grad_gate", "activation", "cast" and "copy" (graphs from Inductor's cache were folded earlier and are not counted).
+`disable()` and `enable()` turn both hooks off and on for graphs that are compiled later; FUSED_LAYERNORM_FOLD=0
+disables them at import.
 
 The hooks use private APIs of torch. If torch rejects them, there is one warning, and graphs stay unchanged.
 """
@@ -139,6 +139,7 @@ def fold(graph: Graph) -> None:
                 with_residual = with_residual or _fold_residual(graph, norm, writes, is_gated=True)
                 if with_residual is None and not _fold_sandwich(graph, norm, writes):
                     _fold_added(graph, norm, writes)
+                _fold_copy(graph, norm, writes)
     for node in graph.find_nodes(op="call_function", target=_ops.norm_backward):  # also those of _fold_modulation
         with contextlib.suppress(_NoValue):
             if _is_positional(node):
@@ -527,6 +528,54 @@ def _matches(pattern: Node, node: Any, bound: dict[Node, Node]) -> bool:
         _matches(p, n, bound) if isinstance(p, Node) and isinstance(n, Node) else type(p) is type(n) and p == n
         for p, n in pairs
     )
+
+
+def _fold_copy(graph: Graph, norm: Node, writes: list[Node]) -> None:
+    """The gate of a gated norm, columns of a projection that are copied only to become a matrix, is read in place:
+    x and y get its shape. Not in training: backward would keep the projection, which is larger than the copy."""
+    x, residual, gate, weight, bias, _, *given = norm.args
+    options, results = reference.Options(*given), _results(norm)
+    copy = gate.args[0] if _is(gate, *_VIEWS) else None
+    if residual is not None or not _is(copy, _aten.clone.default) or results is None:
+        return
+    source, sizes = copy.args[0], list(_val(x).shape[-options.normalized_ndim :])
+    shape = [-1 if isinstance(n, torch.SymInt) else n for n in _val(source).shape]
+    if (
+        any(part.users for index, part in results.items() if index != 0)
+        or _only_user(copy) is not gate
+        or _only_user(gate) is not norm
+        or not _val(x).dim() - 1 == options.normalized_ndim < len(shape)  # then x is a view of any such shape
+        or shape.count(-1) > 1
+        or not all(isinstance(n, int) for n in sizes)
+        or not all(t is None or _is_of_columns(t, x, options) for t in (weight, bias))
+        or not _has_rows(_val(source), sizes)
+        or _region(copy) != _region(norm)
+        or any(source < write < norm for write in writes)
+    ):
+        return
+    x = _insert_behind(max(x, source, *norm.all_input_nodes), norm, _aten.view.default, (x, shape))
+    new = _insert_behind(x, norm, _ops.norm_forward, (x, None, source, weight, bias, None, *given))
+    parts = _unpack(new)
+    _replace(graph, norm, results, {0: _insert_behind(parts[-1], norm, _aten.view.default, (parts[0], [-1, *sizes]))})
+    _erase_unread(graph, gate, copy, *parts)
+    counters["copy"] += 1
+
+
+def _has_rows(value: torch.Tensor, sizes: list[int]) -> bool:
+    """Whether the kernels read rows of these sizes in place: in 16-byte vectors, with one stride within groups of rows
+    and one between them (RowStrides in csrc/norm_params.h)."""
+    first, contiguous = value.dim() - len(sizes), torch.empty(sizes, device="meta").stride()
+    if not _same(value.shape[first:], sizes) or not _same(value.stride()[first:], contiguous):
+        return False
+    strides, merged = [], None  # of what can be merged to one dimension, the innermost first
+    for n, stride in zip(reversed(value.shape[:first]), reversed(value.stride()[:first]), strict=True):
+        if isinstance(n, int) and n == 1:
+            continue
+        if merged is None or not _same((stride,), (merged,)):
+            strides.append(stride)
+        merged = n * stride
+    vector = 16 // value.element_size()
+    return len(strides) <= 2 and all(isinstance(n, int) and n % vector == 0 for n in (*strides, value.storage_offset()))
 
 
 def _is_one_kernel(x: Node, options: reference.Options, backward: Node | None = None, short_row: int = 8192) -> bool:
