@@ -239,10 +239,10 @@ def call_norm_forward(*arguments):
         return norm_forward(*arguments)
 
 
-def call_sandwich_norm(*arguments):
-    """sandwich_norm, for which the dispatcher has no autograd."""
+def call_sandwich_norm(*arguments, used=0b1111):
+    """sandwich_norm, for which the dispatcher has no autograd. Bit i of `used` says whether result i is read."""
     if calls:
-        return calls.call_sandwich_norm(*arguments, 0b1111)
+        return calls.call_sandwich_norm(*arguments, used)
     with torch._C._AutoDispatchBelowAutograd():
         return sandwich_norm(*arguments)
 

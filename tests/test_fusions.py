@@ -1994,6 +1994,47 @@ def test_bad_norm_adds(device, op, name):
                 _ops.norm_forward(*operator_arguments(x, **arguments, rounds_x_hat=True))
 
 
+QUICK_CALLS = {  # options, and whether _check_quickly() decides
+    "sandwich": ({"adds_y": True, "normalized_shape": (8,)}, True),
+    "quantized": ({"adds": True}, True),
+    "weight_offset": ({"weight_offset": 1.0}, True),
+    "no eps": ({"eps": None}, True),
+    "eps is an int": ({"eps": 0}, False),
+    "eps is a str": ({"eps": "0"}, False),
+    "another shape": ({"normalized_shape": (4, 8)}, False),
+    "a list": ({"normalized_shape": [8]}, False),
+    "residual_dtype": ({"adds": True, "residual_dtype": fp32}, False),
+    "no weight": ({"weight": None, "normalized_shape": (8,)}, False),
+    "a wider weight": ({"weight": ones(8)}, False),
+    "a shorter weight": ({"weight": ones(4, dtype=bf16)}, False),
+    "a longer residual": ({"adds": True, "residual": ones(4, 9, dtype=bf16)}, False),
+    "x is a list": ({"x": [1.0]}, False),
+    "x of no dimension": ({"x": torch.tensor(1.0)}, False),
+    "x of ints": ({"x": torch.ones(4, 8, dtype=torch.int32), "weight": torch.ones(8, dtype=torch.int32)}, False),
+    "a sparse residual": ({"adds": True, "residual": ones(4, 8, dtype=bf16).to_sparse()}, False),
+}
+
+
+@pytest.mark.parametrize("name", QUICK_CALLS)
+def test_quick_checks(name):
+    """what _check_quickly() takes, _check() takes with the same result"""
+    from fused_layernorm import functional
+
+    options, is_quick = QUICK_CALLS[name]
+    given = {"x": ones(4, 8, dtype=bf16), "residual": None, "weight": ones(8, dtype=bf16), "bias": None}
+    if options.get("adds") or options.get("adds_y"):
+        given["residual"] = ones(4, 8, dtype=bf16)
+    given |= {key: value for key, value in options.items() if key in given}
+    call = functional._DEFAULTS | {"eps": 1e-5, "is_rms_norm": True}
+    call |= {key: value for key, value in options.items() if key in call}
+    same = dict(call)
+    shape = functional._check_quickly(*given.values(), call)
+    assert (shape is not None) == is_quick and (is_quick or call == same)
+    if is_quick:
+        x, residual, weight, bias = given.values()
+        assert functional._check(x, residual, None, weight, bias, same) == shape and call == same
+
+
 def sandwich_in_fp64(x, residual, post_weight, weight, eps, post_eps, offset, z=None):
     """(y, z) with the value of z that was rounded, if it is given."""
 
