@@ -271,6 +271,26 @@ def inference_rows(models):
             yield [name, *(said(gain(models.get((key, *of), {}), "replaced")) for of in INFERENCE)]
 
 
+def peer_rows(records):
+    """The time of the fastest peer / ours, LayerNorm / RMSNorm; in brackets where it is faster by more than 0.5%."""
+    found = {}  # label, column: {op: {provider: us}}
+    for r in (r for record in records for r in record["results"]):
+        is_whole = r["rows"] * r["hidden_size"] * (4 if r["dtype"] == "fp32" else 2) >= 255 << 20
+        label = r["hidden_size"] if is_whole and r["hidden_size"] <= 1 << 18 else f"{r['rows']} x {r['hidden_size']}"
+        column = found.setdefault(label, {}).setdefault((r["direction"], r["dtype"]), {})
+        column.setdefault(r["op"], {})[r["provider"]] = r["us"]
+
+    def cell(times):
+        fused = times.pop("fused")
+        ratio = min(times.values()) / fused
+        return f"{ratio:.2f}" if ratio >= 0.995 else f"({ratio:.2f})"
+
+    for label in sorted(found, key=lambda label: (isinstance(label, str), label if isinstance(label, int) else 0)):
+        columns = [(d, t) for d in ("forward", "backward") for t in ("bf16", "fp16", "fp32")]
+        yield [str(label), *(" / ".join(cell(found[label][column][op]) for op in ("layer_norm", "rms_norm"))
+                             for column in columns)]  # fmt: skip
+
+
 def builds(folder, pattern):
     return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
 
@@ -289,6 +309,7 @@ TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
     ("benchmarks/records.md", "| model | eager", "models_*.json", whole_models, model_details),
     ("benchmarks/records.md", "| model | 1 token", "models_*.json", whole_models, inference_rows),
+    ("benchmarks/records.md", "| hidden size | forward bf16", "peers_*.json", builds, peer_rows),
     ("benchmarks/records.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
     ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
     ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
