@@ -48,6 +48,13 @@ def whole_models(folder, pattern):
     return found
 
 
+def peers(folder, pattern):
+    """The records of all dtypes as one."""
+    records = [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
+    roofs = {name: rate for record in records for name, rate in record["meta"]["roofs"].items()}
+    return {"meta": {"roofs": roofs}, "results": [r for record in records for r in record["results"]]}
+
+
 def fuzzing(*runs):
     cases = sum(figures.get("fuzz_cases", 0) for run in runs for figures in run["figures"].values())
     failed, processes = (sum(run["tests"][key] for run in runs) for key in ("failed", "processes"))
@@ -129,7 +136,7 @@ def us(digits):
 
 def sweep_rows(record):
     fastest = record["meta"]["roofs"]
-    bits = {"bf16": 16, "fp32": 32}
+    bits = {"bf16": 16, "fp16": 16, "fp32": 32}
     # The problems of a fixed size: the others are the small shapes
     large = [r for r in record["results"] if r["rows"] * r["hidden_size"] * bits[r["dtype"]] >= 1 << 30]
 
@@ -150,7 +157,7 @@ def huge_rows(record):
         shape = {"op": "layer_norm", "rows": rows, "hidden_size": n}
         yield [f"{rows} x {n}", *(
             cell(record["results"], OURS_AND_TORCH, us(0), **shape, dtype=dtype, direction=direction)
-            for dtype in ("bf16", "fp32") for direction in ("forward", "backward"))]  # fmt: skip
+            for dtype in ("bf16", "fp16", "fp32") for direction in ("forward", "backward"))]  # fmt: skip
 
 
 def small_rows(record):
@@ -271,10 +278,10 @@ def inference_rows(models):
             yield [name, *(said(gain(models.get((key, *of), {}), "replaced")) for of in INFERENCE)]
 
 
-def peer_rows(records):
+def peer_rows(record):
     """The time of the fastest peer / ours, LayerNorm / RMSNorm; in brackets where it is faster by more than 0.5%."""
     found = {}  # label, column: {op: {provider: us}}
-    for r in (r for record in records for r in record["results"]):
+    for r in record["results"]:
         is_whole = r["rows"] * r["hidden_size"] * (4 if r["dtype"] == "fp32" else 2) >= 255 << 20
         label = r["hidden_size"] if is_whole and r["hidden_size"] <= 1 << 18 else f"{r['rows']} x {r['hidden_size']}"
         column = found.setdefault(label, {}).setdefault((r["direction"], r["dtype"]), {})
@@ -309,9 +316,9 @@ TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
     ("benchmarks/records.md", "| model | eager", "models_*.json", whole_models, model_details),
     ("benchmarks/records.md", "| model | 1 token", "models_*.json", whole_models, inference_rows),
-    ("benchmarks/records.md", "| hidden size | forward bf16", "peers_*.json", builds, peer_rows),
-    ("benchmarks/records.md", "| hidden size | bf16 forward", "benchmark_*.json", newest, sweep_rows),
-    ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "benchmark_*.json", newest, huge_rows),
+    ("benchmarks/records.md", "| hidden size | forward bf16", "peers_*.json", peers, peer_rows),
+    ("benchmarks/records.md", "| hidden size | bf16 forward", "peers_*.json", peers, sweep_rows),
+    ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "peers_*.json", peers, huge_rows),
     ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
     ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
