@@ -21,7 +21,8 @@ mode and provider:
     peak_mib     most memory that one step allocates, beside parameters and the optimizer's state
     loss         after --loss-steps steps (training)
     gpu_ms       GPU time of one step in all kernels and copies: about what ms is where the GPU never waits for the host
-    norm_us      GPU time of one step in kernels whose name has "norm" or "add": norms, residuals, sums of gradients
+    norm_us      GPU time of one step in kernels whose name has "norm", "add" or "GammaBeta": norms, residuals, sums of
+                 gradients
     note         why a figure is null
 """
 
@@ -52,7 +53,7 @@ EPS = 1e-6
 TRAINING = ("eager", "compile")
 INFERENCE = ("eager-infer", "compile-infer", "graph-infer")
 NAMES = ("torch", "replaced", "fused", "liger", "quack")
-OF_NORMS = re.compile("norm|add", re.IGNORECASE)
+OF_NORMS = re.compile("norm|add|GammaBeta", re.IGNORECASE)  # the last: PyTorch's gradients of weight and bias
 OF_OTHERS = re.compile("multi_tensor|gemm|nvjet", re.IGNORECASE)  # optimizer, matrix products
 
 
