@@ -1038,6 +1038,8 @@ def _norm_quant(x, residual, weight, bias, scale, dtype, granularity, group_size
     """A norm with a quantized result: one kernel, or the norm in float32 and PyTorch operations."""
     if _wants_gradients([t for t in (x, residual, weight, bias, scale) if isinstance(t, Tensor)]):
         raise RuntimeError("a quantized norm has no gradients: call it under torch.no_grad() or torch.inference_mode()")
+    if isinstance(x, Tensor) and x.is_nested:
+        raise TypeError("x must be a dense (strided) tensor, got a nested tensor")
     if isinstance(x, Tensor) and call["normalized_shape"] is None and weight is None and bias is None:
         call["normalized_shape"] = x.shape[-1:]
     shape = call["normalized_shape"]

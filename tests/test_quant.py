@@ -414,6 +414,14 @@ def test_errors(norm, arguments, error, message):
         norm(**{"x": X} | arguments)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(layout):
+    x = torch.nested.nested_tensor([X, X[:1]], layout=layout)
+    with pytest.raises(TypeError, match="x must be a dense .* tensor, got a nested tensor"):
+        fused_rms_norm_quant(x, torch.ones(64), granularity="token")
+
+
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_the_judge_finds_faults(code, granularity):
