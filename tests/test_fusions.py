@@ -1688,7 +1688,7 @@ def test_groups_of_many_sizes(device, op, gates_y, dtype, gate, groups):
 
 
 @on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in OPS for dtype in (fp16, bf16, fp32)
-                                      for n in (64, 128, 768, 1024, 4096)])  # fmt: skip
+                                      for n in (64, 128, 768, 1024, 4096)], few_on_cpu=True)  # fmt: skip
 def test_gates_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
     """gated norms, the norm before the residual's sum, and with the next norm: few rows have kernels of their own"""
     if not uses_kernels(device):

@@ -495,19 +495,19 @@ def test_copy_of_a_gate(device, function, folds, dtype):
     check(function, leaves, {}, {"copy": folds} if folds else {})
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True])
-def test_no_copy_of_a_gate_in_inductor(device, is_dynamic):
+@pytest.mark.slow
+def test_no_copy_of_a_gate_in_inductor(device):
+    """one graph for every number of samples"""
     function = of_projection()
     with torch.no_grad():
         leaves = [leaf(*shape, device=device) for shape in PROJECTION]
-        compiled = torch.compile(function, fullgraph=True, dynamic=None if is_dynamic else False)
+        compiled = torch.compile(function, fullgraph=True)
         for samples in (3, 4):
             leaves[0] = leaf(samples, 5, 2 * HEAD, device=device)
-            if is_dynamic:
-                torch._dynamo.mark_dynamic(leaves[0], 0)
+            torch._dynamo.mark_dynamic(leaves[0], 0)
             wide = function(*(t.double() for t in leaves))
             assert_no_worse(compiled(*leaves), function(*leaves), wide, f"{samples} samples")
-    assert inductor.counters["copy"] == (1 if is_dynamic else 2), inductor.counters
+    assert inductor.counters == {"copy": 1}
 
 
 def gated_cast(x, r, m, weight, bias):
