@@ -1240,6 +1240,23 @@ def test_a_small_run_writes_its_records(tmp_path, capsys):
     assert "layer_norm, fp32, forward" in printed and "\033" not in printed  # colours are for terminals
 
 
+def test_an_interrupted_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    measure, measured = Bench.measure, []
+
+    def interrupted(bench, cell):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(cell)
+        return measure(bench, cell)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    path = tmp_path / "run.json"
+    assert main(["--shapes", "3x64", "--dtype", "fp32", "--providers", "fused,torch", "--json", str(path)]) == 1
+    document = json.loads(path.read_text())
+    assert [r["provider"] for r in document["results"]] == ["fused", "torch"]
+    assert any("interrupted" in note for note in document["meta"]["skipped"])
+
+
 def test_a_build_that_has_ended_is_not_other_work(monkeypatch):
     """work is measured now: the load average remembers the build for minutes"""
     monkeypatch.setattr(os, "getloadavg", lambda: (16.0, 16.0, 16.0))

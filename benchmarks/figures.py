@@ -13,6 +13,7 @@ MODELS = {"gpt_768": "GPT 768", "gpt_1600": "GPT 1600", "vit_1024": "ViT 1024", 
           "dit_1152": "DiT 1152", "llama_2048": "Llama 2048", "llama_4096": "Llama 4096",
           "qwen3_2048": "Qwen3-like 2048", "qwen3_next_2048": "Qwen3-Next-like 2048"}  # fmt: skip
 INFERENCE = [(mode, tokens) for mode in ("eager-infer", "compile-infer", "graph-infer") for tokens in (1, 256)]
+DTYPES = ("bf16", "fp16", "fp32")  # of the peers' record
 SWEEP = (64, 256, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 131072, 262144)
 
 
@@ -27,7 +28,7 @@ def newest_runs(folder, pattern):
 
 
 def read(folder, pattern):
-    return [json.loads(path.read_text()) for path in Path(folder).rglob(pattern)]
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
 
 
 def whole_models(folder, pattern):
@@ -50,7 +51,7 @@ def whole_models(folder, pattern):
 
 def peers(folder, pattern):
     """The records of all dtypes as one."""
-    records = [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
+    records = read(folder, pattern)
     roofs = {name: rate for record in records for name, rate in record["meta"]["roofs"].items()}
     return {"meta": {"roofs": roofs}, "results": [r for record in records for r in record["results"]]}
 
@@ -134,11 +135,14 @@ def us(digits):
     return lambda result: f"{result['us']:.{digits}f}"
 
 
+def is_large(result):
+    """One of the problems of a fixed size, not a small shape or a few huge rows."""
+    nbytes = result["rows"] * result["hidden_size"] * (4 if result["dtype"] == "fp32" else 2)
+    return nbytes >= 128 << 20 and result["hidden_size"] <= max(SWEEP)
+
+
 def sweep_rows(record):
-    fastest = record["meta"]["roofs"]
-    bits = {"bf16": 16, "fp16": 16, "fp32": 32}
-    # The problems of a fixed size: the others are the small shapes
-    large = [r for r in record["results"] if r["rows"] * r["hidden_size"] * bits[r["dtype"]] >= 1 << 30]
+    fastest, large = record["meta"]["roofs"], [r for r in record["results"] if is_large(r)]
 
     def fraction(result):  # of the fastest copy of the run, where that of the cell was slow
         name = "copy" if result["direction"] == "forward" else "two_reads_one_write"
@@ -149,7 +153,7 @@ def sweep_rows(record):
     for n in SWEEP:
         yield [str(n), *(
             cell(large, OURS_AND_TORCH, fraction, op="layer_norm", dtype=dtype, direction=direction, hidden_size=n)
-            for dtype in bits for direction in ("forward", "backward"))]  # fmt: skip
+            for dtype in DTYPES for direction in ("forward", "backward"))]  # fmt: skip
 
 
 def huge_rows(record):
@@ -157,7 +161,7 @@ def huge_rows(record):
         shape = {"op": "layer_norm", "rows": rows, "hidden_size": n}
         yield [f"{rows} x {n}", *(
             cell(record["results"], OURS_AND_TORCH, us(0), **shape, dtype=dtype, direction=direction)
-            for dtype in ("bf16", "fp16", "fp32") for direction in ("forward", "backward"))]  # fmt: skip
+            for dtype in DTYPES for direction in ("forward", "backward"))]  # fmt: skip
 
 
 def small_rows(record):
@@ -282,24 +286,18 @@ def peer_rows(record):
     """The time of the fastest peer / ours, LayerNorm / RMSNorm; in brackets where it is faster by more than 0.5%."""
     found = {}  # label, column: {op: {provider: us}}
     for r in record["results"]:
-        is_whole = r["rows"] * r["hidden_size"] * (4 if r["dtype"] == "fp32" else 2) >= 255 << 20
-        label = r["hidden_size"] if is_whole and r["hidden_size"] <= 1 << 18 else f"{r['rows']} x {r['hidden_size']}"
+        label = r["hidden_size"] if is_large(r) else f"{r['rows']} x {r['hidden_size']}"
         column = found.setdefault(label, {}).setdefault((r["direction"], r["dtype"]), {})
         column.setdefault(r["op"], {})[r["provider"]] = r["us"]
 
-    def cell(times):
-        fused = times.pop("fused")
-        ratio = min(times.values()) / fused
-        return f"{ratio:.2f}" if ratio >= 0.995 else f"({ratio:.2f})"
+    def ratio(times):
+        found = min(us for provider, us in times.items() if provider != "fused") / times["fused"]
+        return f"{found:.2f}" if found >= 0.995 else f"({found:.2f})"
 
     for label in sorted(found, key=lambda label: (isinstance(label, str), label if isinstance(label, int) else 0)):
-        columns = [(d, t) for d in ("forward", "backward") for t in ("bf16", "fp16", "fp32")]
-        yield [str(label), *(" / ".join(cell(found[label][column][op]) for op in ("layer_norm", "rms_norm"))
+        columns = [(direction, dtype) for direction in ("forward", "backward") for dtype in DTYPES]
+        yield [str(label), *(" / ".join(ratio(found[label][column][op]) for op in ("layer_norm", "rms_norm"))
                              for column in columns)]  # fmt: skip
-
-
-def builds(folder, pattern):
-    return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob(pattern))]
 
 
 def build_rows(records):
@@ -320,7 +318,7 @@ TABLES = (
     ("benchmarks/records.md", "| hidden size | bf16 forward", "peers_*.json", peers, sweep_rows),
     ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "peers_*.json", peers, huge_rows),
     ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
-    ("docs/install.md", "| architectures |", "build*.json", builds, build_rows),
+    ("docs/install.md", "| architectures |", "build*.json", read, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
     ("docs/fusions.md", "| columns | one given scale |", "quant_*.json", newest, quant_rows),

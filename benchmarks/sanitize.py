@@ -190,8 +190,10 @@ def list_calls(light=False):
     options = ({}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True}, *after[:3])
 
     def rows_for(hidden_size):
-        if light:  # in racecheck's build few rows are many
-            most = max(max(9 << 13, 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
+        if (
+            light
+        ):  # in racecheck's build few rows are many: with a residual, those of 4 * few_rows_vectors() * 8 elements
+            most = max(max(36 * few_rows_vectors(light), 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
         else:  # more than few
             most = max(600 if hidden_size <= 12288 else FEW, min(MANY, MANY_ELEMENTS // hidden_size))
         return sorted({FEW, min(most, 1200) if light else most} | ({1} if hidden_size > 1 << 17 else set()))

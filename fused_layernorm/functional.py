@@ -824,6 +824,11 @@ def _norm(x, residual, gate, weight, bias, **given):
     return y, z, _ops.dropout_mask(philox, rows, hidden_size, dropout_p).view(x.shape)
 
 
+def _default_eps(x) -> float:
+    """RMSNorm's eps if it is None: PyTorch's."""
+    return torch.finfo(reference.accumulation_dtype(x.dtype)).eps
+
+
 def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
     """Raise for arguments that no norm can take. Replace derived options in `call` by their values, of the types that
     the extension reads. Return normalized_shape."""
@@ -831,7 +836,7 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
     if rounding not in reference.ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(reference.ROUNDINGS)}, got {rounding!r}")
     if call["is_rms_norm"] and call["eps"] is None and isinstance(x, Tensor):
-        call["eps"] = torch.finfo(reference.accumulation_dtype(x.dtype)).eps
+        call["eps"] = _default_eps(x)
     names = ("eps", "weight_offset", "out_dtype")
     if call["is_modulated"]:
         shape = reference.check_norm_arguments(
@@ -889,7 +894,7 @@ def _check_quickly(x, residual, weight, bias, call) -> tuple[int, ...] | None:
         return None
     shape, eps, dtype, device = x.shape[-1:], call["eps"], x.dtype, x.device
     if eps is None and call["is_rms_norm"]:
-        eps = torch.finfo(reference.accumulation_dtype(dtype)).eps
+        eps = _default_eps(x)
     for t in (x, residual, weight, bias):
         if t is not None and (
             not isinstance(t, Tensor) or t.dtype != dtype or t.device != device or t.layout != torch.strided
@@ -947,7 +952,7 @@ def _adaptive_norm(x, scale, shift, weight, bias, gate, residual, **call):
     if isinstance(x, Tensor) and x.dim() and call["normalized_shape"] is None and weight is None and bias is None:
         call["normalized_shape"] = x.shape[-1:]
     if call["is_rms_norm"] and call["eps"] is None and isinstance(x, Tensor):
-        call["eps"] = torch.finfo(reference.accumulation_dtype(x.dtype)).eps
+        call["eps"] = _default_eps(x)
     shape = reference.check_norm_arguments(
         x, weight, bias, call["normalized_shape"], call["eps"], 0.0, call["out_dtype"]
     )

@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib
+import inspect
 import os
 import shutil
 import sys
@@ -52,6 +53,12 @@ def package(name):
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch of another build
         pytest.skip(f"needs {name}: {error}")
+
+
+def skip_earlier_falcon(cls):
+    """Skips the test for FalconH1RMSNormGated of transformers 5.17."""
+    if cls.__name__ == "FalconH1RMSNormGated" and "if seq_len == 1" in inspect.getsource(cls.forward):
+        pytest.skip("this FalconH1RMSNormGated returns another shape for one token, and is left as it is")
 
 
 def randomize_norms(model, seed=0):

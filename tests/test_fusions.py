@@ -1997,6 +1997,8 @@ def test_bad_norm_adds(device, op, name):
 QUICK_CALLS = {  # options, and whether _check_quickly() decides
     "sandwich": ({"adds_y": True, "normalized_shape": (8,)}, True),
     "quantized": ({"adds": True}, True),
+    "bias": ({"adds": True, "bias": ones(8, dtype=bf16)}, True),
+    "a wider bias": ({"bias": ones(8)}, False),
     "weight_offset": ({"weight_offset": 1.0}, True),
     "no eps": ({"eps": None}, True),
     "eps is an int": ({"eps": 0}, False),

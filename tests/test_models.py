@@ -4,14 +4,13 @@ docs/models.md is the table of these models, and a test keeps it true. To write 
 """
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from checks import DEVICES, assert_no_worse, check_model, package, randomize_norms
+from checks import DEVICES, assert_no_worse, check_model, package, randomize_norms, skip_earlier_falcon
 
 from fused_layernorm import replace_norms
 
@@ -202,7 +201,7 @@ def test_training_steps(model, device):
             terms.mean().backward()
             optimizer.step()
             losses.append(terms.detach().mean())
-            rounding.append(terms.detach().norm() / terms.numel())  # the terms cancel; each is rounded by itself
+            rounding.append(terms.detach().norm() / terms.numel())
         return torch.stack(losses), dict(trained.named_parameters()), torch.stack(rounding).norm().item()
 
     original = model.make().to(device)
@@ -212,7 +211,8 @@ def test_training_steps(model, device):
     (losses, after, _), (fused_losses, fused_after, _), (true_losses, true_after, rounding) = map(
         train, (original, fused, reference)
     )
-    assert_no_worse(fused_losses, losses, true_losses, "losses", floor=rounding)
+    # The terms of a loss cancel: it is wrong by what independent errors of one epsilon of each term add up to
+    assert_no_worse(fused_losses, losses, true_losses, "losses", floor=rounding / 4)
     moved = [name for name in start if not torch.equal(start[name], after[name])]
     assert len(moved) > len(start) / 2, "hardly anything was trained"
     for name, parameter in fused_after.items():
@@ -300,8 +300,7 @@ def test_table_in_docs(model):
     if model.name == "FalconH1Model":
         from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 
-        if "if seq_len == 1" in inspect.getsource(FalconH1RMSNormGated.forward):  # transformers 5.17
-            pytest.skip("this FalconH1RMSNormGated returns another shape for one token, and is left as it is")
+        skip_earlier_falcon(FalconH1RMSNormGated)
     assert row(model) in TABLE.read_text(), "docs/models.md is out of date: python tests/test_models.py"
 
 

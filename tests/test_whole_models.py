@@ -47,7 +47,7 @@ def test_record(tmp_path, models, modes):
 
 def test_table_of_builds(tmp_path):
     figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
-    rows = lambda: list(figures["build_rows"](figures["builds"](tmp_path, "build*.json")))  # noqa: E731
+    rows = lambda: list(figures["build_rows"](figures["read"](tmp_path, "build*.json")))  # noqa: E731
     assert rows() == [["not yet recorded", *"------"]]
     record = {"arch_list": "9.0", "cores": 16, "wall_seconds": 60.2, "cpu_seconds": 700.9, "extension_bytes": 7_400_000,
               "kernels": 600, "csrc_hash": "abc"}  # fmt: skip
