@@ -270,7 +270,7 @@ HEADER = """\
 
 What `replace_norms` does to small versions of these models. `tests/test_models.py` runs each of them before and after
 replacement, in float32 and bfloat16. Outputs and gradients differ from a more precise run by at most twice the
-original's difference (plus 4 machine epsilons). The same holds for losses (plus the rounding of the terms that they sum)
+original's difference (plus 4 machine epsilons). The same holds for losses (plus the rounding of the terms they sum)
 and parameters of three training steps (on the CPU with dropout), and for the compiled model, which compiles in one
 graph if the original does.
 `python tests/test_models.py` writes this page, and a test compares it.
