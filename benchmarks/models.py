@@ -366,7 +366,8 @@ def warm(args):
     """Fills the compile caches: each model, mode and provider in a process of its own, args.warm at a time."""
 
     def one(model, mode, provider):
-        options = ["--models", model, "--modes", mode, "--providers", provider, "--repeats", "0"]
+        options = ["--models", model, "--modes", mode, "--providers", provider, "--repeats", "0",
+                   "--tokens", *map(str, args.tokens)]  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, folder, *options, *["--quick"] * args.quick]
             subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -402,6 +403,7 @@ def main():
     parser.add_argument("--providers", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="of a repeat")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 256], help="of each of 8 samples at inference")
     parser.add_argument("--loss-steps", type=int, default=200, help="steps before the loss is read")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new model after that")
     parser.add_argument("--warm", type=int, metavar="N", help="first fill the compile caches, N processes at a time")
@@ -423,7 +425,7 @@ def main():
     for mode in args.modes:
         for name in args.models:
             spec = MODELS[name].quick() if args.quick else MODELS[name]
-            sizes = [spec] if mode in TRAINING else [replace(spec, batch=8, tokens=tokens) for tokens in (1, 256)]
+            sizes = [spec] if mode in TRAINING else [replace(spec, batch=8, tokens=tokens) for tokens in args.tokens]
             for size in sizes:
                 results += run(name, size, mode, args, device, started + args.seconds)
                 path.write_text(json.dumps(record, indent=1) + "\n")  # what is known, should the run be killed

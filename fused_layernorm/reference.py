@@ -324,7 +324,7 @@ def _kept(x: Tensor, philox: Tensor | None, options: Options) -> Tensor | None:
 
 
 def _x_hat_and_rstd(
-    x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool
+    x: Tensor, dims: tuple[int, ...], eps: float, is_rms_norm: bool, stats_grad: bool, has_exact_mean: bool = True
 ) -> tuple[Tensor, Tensor]:
     def source(z: Tensor) -> Tensor:  # the statistics are computed from this
         return z if stats_grad else z.detach()
@@ -332,7 +332,8 @@ def _x_hat_and_rstd(
     z = x.to(accumulation_dtype(x.dtype))
     if not is_rms_norm:
         z = z - source(z).mean(dims, keepdim=True)
-        z = z - source(z).mean(dims, keepdim=True)  # the rounding error of the mean: matters if |mean| >> sigma
+        if has_exact_mean:  # the rounding error of the mean: matters if |mean| >> sigma
+            z = z - source(z).mean(dims, keepdim=True)
     rstd = (source(z) * source(z)).mean(dims, keepdim=True).add(eps).rsqrt()
     return z * rstd, rstd
 
@@ -345,6 +346,7 @@ def norm_forward(
     bias: Tensor | None,
     philox: Tensor | None,
     *given: Any,
+    has_exact_mean: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """y and z (None without a load stage) of the operator norm_forward, from its arguments::
 
@@ -359,7 +361,8 @@ def norm_forward(
 
     z is rounded to z_dtype before the statistics; z of a gated norm is not rounded. Without stats_grad, mean and rstd
     are constants in differentiation. With rounds_x_hat, x_hat is rounded to z's dtype before `llama_product`: RMSNorm
-    then has the bits of transformers' LlamaRMSNorm, and without it those of GemmaRMSNorm.
+    then has the bits of transformers' LlamaRMSNorm, and without it those of GemmaRMSNorm. Without has_exact_mean the
+    mean has the rounding error of one sum, as in torch.nn.functional.layer_norm.
     """
     options = Options(*given)
     ndim, wide = options.normalized_ndim, accumulation_dtype(x.dtype)
@@ -380,7 +383,8 @@ def norm_forward(
             z = z + residual
         z = z.to(stored, copy=True, memory_format=torch.contiguous_format)
 
-    y, _ = _x_hat_and_rstd(z, tuple(range(-ndim, 0)), options.eps, options.is_rms_norm, options.stats_grad)
+    dims = tuple(range(-ndim, 0))
+    y, _ = _x_hat_and_rstd(z, dims, options.eps, options.is_rms_norm, options.stats_grad, has_exact_mean)
     if options.rounds_x_hat:
         y = llama_product(y.to(z.dtype), weight, bias, options.weight_offset)
     else:

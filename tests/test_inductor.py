@@ -517,6 +517,61 @@ def test_no_copy_of_a_gate_in_inductor(device):
     assert inductor.counters == {"copy": 1}
 
 
+def few(norm=norm, dtype=bf16, shape=(4, SIZE)):
+    """A residual block, and its arguments."""
+
+    def function(x, r, m, weight, bias):
+        return norm(x @ m + r, weight, bias) @ m
+
+    n = shape[-1]
+    return function, [(shape, dtype), (shape, dtype), ((n, n), dtype), ((n,), dtype), ((n,), dtype)]
+
+
+@pytest.mark.parametrize(
+    "case,is_left",
+    [
+        (few(), True),
+        (few(dtype=fp32), True),
+        (few(norm=lambda x, weight, bias: fused_layer_norm(x, weight, bias, 0.1, weight_offset=1.0)), True),
+        (few(shape=(2, 3, 1024)), True),
+        (few(shape=(2, 1040)), False),  # Inductor reads such rows twice
+        (few(shape=(8192, 256)), False),  # 4 MiB
+        (few(norm=lambda x, weight, bias: fused_rms_norm(x, weight)), False),
+        (few(norm=lambda x, weight, bias: fused_layer_norm(x, normalized_shape=x.shape[-1])), False),  # DiT
+        (few(norm=lambda x, weight, bias: fused_add_layer_norm(x, x * 2, weight, bias)[0]), False),
+    ],
+)
+def test_few_rows_under_cuda_graphs(device, monkeypatch, case, is_left):
+    """without gradients the formula takes the place of the operator; with gradients nothing changes"""
+    function, given = case
+    leaves = [leaf(*shape, device=device, dtype=dtype) for shape, dtype in given]
+    compiled = torch.compile(function, backend=fold_backend, fullgraph=True)
+    monkeypatch.setattr(inductor, "_has_cuda_graph", lambda node: True)
+    with torch.no_grad():
+        y, eager = compiled(*leaves), function(*leaves)
+        assert inductor.counters["few_rows"] == is_left
+        assert_no_worse(y, eager, function(*(t.to(fp64) for t in leaves)), "y")
+    inductor.counters.clear()
+    results_of(compiled, leaves)
+    assert inductor.counters["few_rows"] == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs")
+def test_few_rows_in_modes():
+    """in CUDA graphs the generated code does not call the operator; in the default mode it does"""
+    from torch._inductor.utils import run_and_get_code
+
+    function, given = few(shape=(8, 64))
+    with torch.no_grad():
+        leaves = [leaf(*shape, device="cuda", dtype=dtype) for shape, dtype in given]
+        wide = function(*(t.to(fp64) for t in leaves))
+        for mode, is_left in ((None, False), ("reduce-overhead", True)):
+            torch.compiler.reset()
+            y, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, mode=mode), *leaves)
+            assert ("norm_forward" not in code) == is_left
+            assert_no_worse(y, function(*leaves), wide, str(mode))
+
+
 def gated_cast(x, r, m, weight, bias):
     return plain(x + (conditions(r, m)[0] * (r @ m)).to(x.dtype)).to(m.dtype) @ m
 
