@@ -87,12 +87,15 @@ struct GatedFewRowsParams : FewRowsParams<scalar_t> {
 
 // A modulated call has segments, and perhaps a gate; a gated one has a RowGate.
 enum class FewRows { kPlain, kModulated, kGated };
+template <typename scalar_t, FewRows kKind>
+using FewRowsParamsOf =
+    std::conditional_t<kKind == FewRows::kGated, GatedFewRowsParams<scalar_t>, FewRowsParams<scalar_t>>;
 
 // kThreads: of the plan. A block has, for each group of kHeld of the plan's vectors v, the warps of the plan; a thread
 // holds the group's vectors. Rows of fewer than 32 threads share warps.
-template <typename scalar_t, int kThreads, int kHeld, FewRows kKind, typename Params>
+template <typename scalar_t, int kThreads, int kHeld, FewRows kKind>
 __global__ void __launch_bounds__(kFewRowsBlock)
-    norm_forward_few_rows_kernel(const __grid_constant__ Params params, float inverse_n) {
+    norm_forward_few_rows_kernel(const __grid_constant__ FewRowsParamsOf<scalar_t, kKind> params, float inverse_n) {
   constexpr bool kModulates = kKind == FewRows::kModulated, kGates = kKind == FewRows::kGated;
   using Row = RowThreads<kThreads, 1, true>;
   constexpr int kVec = 16 / sizeof(scalar_t), kLanes = Row::kLanes, kWarps = Row::kWarps, kStep = kLanes * kVec;
@@ -124,6 +127,7 @@ __global__ void __launch_bounds__(kFewRowsBlock)
   if (params.rows_of_group < params.rows)
     x_row += row / params.rows_of_group * (params.group_stride - params.rows_of_group * params.x_stride);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + x_row;
+  // The residual, or the row's gate
   const auto* other = static_cast<const scalar_t*>(params.residual) + row * params.residual_stride;
   if constexpr (kGates)
     other = static_cast<const scalar_t*>(params.row_gate.gate) + params.row_gate.strides.offset(row);
@@ -303,11 +307,10 @@ cudaError_t launch_few_rows(const KernelForwardParams& params, const Stage& stag
     };
     using Params = FewRowsParams<scalar_t>;
     if constexpr (kHasGate<Stage>) {
-      using Gated = GatedFewRowsParams<scalar_t>;
       if constexpr (kMayGateFewRows<Plan>) {
         if (vectors <= kGatedFewRowsVectors && params.segments <= 1 && Params::holds(params, {}))
-          return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kGated, Gated>,
-                        Gated(params, stage, Plan::kVecs), few_rows_block<Plan, kHeld>());
+          return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kGated>,
+                        GatedFewRowsParams<scalar_t>(params, stage, Plan::kVecs), few_rows_block<Plan, kHeld>());
       }
     } else {
       LoadStage load{};
@@ -320,14 +323,14 @@ cudaError_t launch_few_rows(const KernelForwardParams& params, const Stage& stag
       if (params.segments > 1 || load.gate) {
         if constexpr (kMayModulateFewRows<Plan>) {
           if (vectors <= kFewRowsVectors)
-            return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kModulated, Params>,
-                          arguments, few_rows_block<Plan, kHeld>());
+            return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kModulated>, arguments,
+                          few_rows_block<Plan, kHeld>());
         }
       } else if (vectors <= kFewRowsVectors) {
-        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kPlain, Params>, arguments,
+        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kPlain>, arguments,
                       few_rows_block<Plan, kHeld>());
       } else if (kMoreHeld > 1 && vectors <= (load.residual ? 4 : 2) * kFewRowsVectors) {
-        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kMoreHeld, FewRows::kPlain, Params>, arguments,
+        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kMoreHeld, FewRows::kPlain>, arguments,
                       few_rows_block<Plan, kMoreHeld>());
       }
     }

@@ -502,11 +502,12 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
       bool is_plain = (!kHasLoad<Fused> && !kHasGate<Fused> && same_dtype &&
                        (kAddsOffset || (weight_offset == 0 && (!kHasEpilogue<Fused> || params.weight))));
       if constexpr (kHasEpilogue<Fused>) is_plain &= epilogue.is_simple();
-      if (is_plain) {
-        store(weight, bias, std::true_type{});
-      } else {
-        store(weight, bias, std::false_type{});
+      // Straight-line code for an epilogue beside fp32 weights would double the code
+      constexpr bool kMayBePlain = !kHasEpilogue<Fused> || sizeof(*weight) == sizeof(x_t);
+      if constexpr (kMayBePlain) {
+        if (is_plain) return store(weight, bias, std::true_type{});
       }
+      store(weight, bias, std::false_type{});
     };
     if constexpr (kHasStage<Fused> && sizeof(weight_t) == 2) {
       if (params.weight_dtype == DType::kFloat32) {

@@ -173,14 +173,13 @@ template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
 // The bound given to the compiler, which sets the registers: 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or
-// 9. At 71 to 80 registers four vectors lost 8%, and three of fp16 5%; four of fp16 use so many, because they spill at
-// 64.
+// 9. At 71 to 80 registers four vectors lost 8%, and three of fp16 5%.
 enum class Fuses { kNothing, kLoad, kEpilogue, kGate };
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
   const bool adds = fuses == Fuses::kLoad || fuses == Fuses::kGate;
-  const bool needs_few = (x_dtype == DType::kBFloat16 && !adds) || (whole && Plan::kVecs == 3 && fuses != Fuses::kGate);
+  const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (whole && Plan::kVecs == 3 && fuses != Fuses::kGate);
   int threads = 1024;
   if (kManyTiles<Plan> || (is_fp16 && Plan::kVecs > 20)) {
     threads = 512;
