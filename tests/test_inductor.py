@@ -517,6 +517,10 @@ def test_no_copy_of_a_gate_in_inductor(device):
     assert inductor.counters == {"copy": 1}
 
 
+def of_large_mean(x, weight, bias):  # of exact numbers, whose sum is rounded
+    return fused_layer_norm(x.round() + 2**20, weight, bias)
+
+
 def few(norm=norm, dtype=bf16, shape=(4, SIZE)):
     """A residual block, and its arguments."""
 
@@ -532,6 +536,7 @@ def few(norm=norm, dtype=bf16, shape=(4, SIZE)):
     [
         (few(), True),
         (few(dtype=fp32), True),
+        (few(norm=of_large_mean, dtype=fp32, shape=(4, 1000)), True),
         (few(norm=lambda x, weight, bias: fused_layer_norm(x, weight, bias, 0.1, weight_offset=1.0)), True),
         (few(shape=(2, 3, 1024)), True),
         (few(shape=(2, 1040)), False),  # Inductor reads such rows twice

@@ -152,7 +152,7 @@ def fold(graph: Graph) -> None:
 
 def _has_cuda_graph(node: Node) -> bool:
     """Whether Inductor records the node in a CUDA graph, as in mode="reduce-overhead"."""
-    return _val(node).is_cuda and torch._inductor.config.triton.cudagraphs
+    return _val(node).is_cuda and getattr(torch._inductor.config.triton, "cudagraphs", False)
 
 
 def _leave_few_rows(graph: Graph, norm: Node) -> bool:
@@ -1010,10 +1010,12 @@ def _formula(norm: Node) -> Graph:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    has_exact_mean = _val(norm.args[0]).dtype not in _NARROW  # 16 bits hide the rounding error of a float32 mean
+
     def formula(*tensors):
         given = iter(tensors)
         arguments = [next(given) if isinstance(t, Node) else t for t in norm.args]
-        return reference.norm_forward(*arguments, has_exact_mean=False)[:1]
+        return reference.norm_forward(*arguments, has_exact_mean=has_exact_mean)[:1]
 
     values = [_val(t) for t in norm.args if isinstance(t, Node)]
     with values[0].fake_mode, torch.no_grad():
