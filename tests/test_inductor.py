@@ -538,6 +538,7 @@ def few(norm=norm, dtype=bf16, shape=(4, SIZE)):
         (few(dtype=fp32), True),
         (few(norm=of_large_mean, dtype=fp32, shape=(4, 1000)), True),
         (few(norm=lambda x, weight, bias: fused_layer_norm(x, weight, bias, 0.1, weight_offset=1.0)), True),
+        (few(norm=lambda x, weight, bias: fused_layer_norm(x, weight, bias, out_dtype=fp32).to(x.dtype)), True),
         (few(shape=(2, 3, 1024)), True),
         (few(shape=(2, 1040)), False),  # Inductor reads such rows twice
         (few(shape=(8192, 256)), False),  # 4 MiB
@@ -559,6 +560,17 @@ def test_few_rows_under_cuda_graphs(device, monkeypatch, case, is_left):
     inductor.counters.clear()
     results_of(compiled, leaves)
     assert inductor.counters["few_rows"] == 0
+
+
+def test_few_rows_of_symbolic_sizes(device, monkeypatch):
+    """the number of rows is not known: the operator stays"""
+    function, given = few()
+    leaves = [leaf(*shape, device=device, dtype=dtype) for shape, dtype in given]
+    monkeypatch.setattr(inductor, "_has_cuda_graph", lambda node: True)
+    with torch.no_grad():
+        y = torch.compile(function, backend=fold_backend, fullgraph=True, dynamic=True)(*leaves)
+        assert inductor.counters == {"residual": 1}
+        assert_no_worse(y, function(*leaves), function(*(t.to(fp64) for t in leaves)), "y")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs")
