@@ -1,11 +1,13 @@
 """Norms with a quantized result, against PyTorch operations, the same in torch.compile and behind our norm, and the
 kernels of flashinfer and vLLM where these are installed and have it, in one run:
-`python benchmarks/quant.py [FOLDER] [--hidden 1024 4096 8192 16384] [--code float8_e4m3fn] [--cpu]`.
+`python benchmarks/quant.py [FOLDER] [--hidden 1024 4096 8192 16384] [--rows N ...] [--norm rms_norm]
+[--code float8_e4m3fn] [--cpu]`.
 
-x has 256 MiB of bf16. GPU time of CUDA graphs. `fraction`: of the rate of a copy of x, for the bytes that must be
-moved: x and the codes, with a residual also residual and residual_out. flashinfer and vLLM write residual_out over
-residual. A provider whose first result is not the norm is reported as WRONG and not timed. Writes quant_*.json into
-FOLDER (default: benchmarks/output) and prints a table. --cpu and --warm are those of benchmarks/fusions.py.
+x has 256 MiB of bf16, or the given rows. layer_norm has a bias. GPU time of CUDA graphs. `fraction`, of x of 256 MiB:
+of the rate of a copy of x, for the bytes that must be moved: x and the codes, with a residual also residual and
+residual_out. flashinfer and vLLM write residual_out over residual. A provider whose first result is not the norm is
+reported as WRONG and not timed. Writes quant_*.json into FOLDER (default: benchmarks/output) and prints a table. --cpu
+and --warm are those of benchmarks/fusions.py.
 """
 
 import argparse
@@ -59,10 +61,15 @@ def decoded(codes, scale):
     return (rows.unflatten(-1, (scale.shape[1], -1)) * scale).flatten(1)
 
 
-def off_by(function, x, residual, weight, adds):
+def norm_in_torch(norm, z, weight):
+    if norm == "rms_norm":
+        return F.rms_norm(z.float(), z.shape[-1:], weight.float(), EPS)
+    return F.layer_norm(z.float(), z.shape[-1:], weight.float(), weight.float(), EPS)  # the bias is the weight, too
+
+
+def off_by(function, x, residual, weight, adds, norm):
     codes, scale, *_ = function(x, residual.clone(), weight)
-    z = (residual + x if adds else x)[:ROWS_CHECKED]
-    y = F.rms_norm(z.float(), z.shape[-1:], weight.float(), EPS)
+    y = norm_in_torch(norm, (residual + x if adds else x)[:ROWS_CHECKED], weight)
     return ((decoded(codes, scale) - y).abs().mean() / y.abs().mean()).item()
 
 
@@ -111,44 +118,50 @@ def vllm(granularity, adds, code, scale):
     return of_tensor if granularity == "tensor" else of_parts
 
 
-def providers_of(granularity, adds, code, scale):
+def providers_of(granularity, adds, code, scale, norm):
     """Functions of (x, residual, weight), or None."""
+    is_rms = norm == "rms_norm"
+    ours = fln.fused_rms_norm_quant if is_rms else fln.fused_layer_norm_quant
+    plain = fln.fused_rms_norm if is_rms else fln.fused_layer_norm
+    add = fln.fused_add_rms_norm if is_rms else fln.fused_add_layer_norm
     options = {"scale": scale} if granularity == "tensor" else {"granularity": granularity, "group_size": GROUP}
 
     def fused(x, residual, weight):
         given = {"residual": residual} if adds else {}
-        return fln.fused_rms_norm_quant(x, weight, None, EPS, dtype=code, **options, **given)
+        return ours(x, weight, None if is_rms else weight, EPS, dtype=code, **options, **given)
 
     def norm_then_torch(x, residual, weight):
-        y, *z = fln.fused_add_rms_norm(x, residual, weight, None, EPS) if adds else (
-            fln.fused_rms_norm(x, weight, None, EPS),)  # fmt: skip
+        bias = None if is_rms else weight
+        y, *z = add(x, residual, weight, bias, EPS) if adds else (plain(x, weight, bias, EPS),)
         return *quantize(y, scale, granularity, code), *z
 
     def in_torch(x, residual, weight):
         z = residual + x if adds else x
-        y = F.rms_norm(z.float(), z.shape[-1:], weight.float(), EPS)
+        y = norm_in_torch(norm, z, weight)
         return *quantize(y, scale, granularity, code), *([z] if adds else [])
 
     torch.compiler.reset()
     found = {"fused": fused, "torch": in_torch, "compile": torch.compile(in_torch, dynamic=False)}
     found["norm, torch"] = norm_then_torch
-    return found | {peer.__name__: peer(granularity, adds, code, scale) for peer in (flashinfer, vllm)}
+    peers = (flashinfer, vllm) if is_rms else ()
+    return found | {peer.__name__: peer(granularity, adds, code, scale) for peer in peers}
 
 
-def measure(args, timer, copy, found, hidden_size, device, nbytes):
-    rows, code = nbytes // 2 // hidden_size, getattr(torch, args.code)
+def measure(args, timer, copy, found, hidden_size, device, rows):
+    """copy: bytes a microsecond; None: few rows, of which no fraction of a rate is told."""
+    code = getattr(torch, args.code)
     x, residual = (torch.randn(rows, hidden_size, device=device, dtype=torch.bfloat16) for _ in range(2))
     weight = 1 + 0.1 * torch.randn(hidden_size, device=device, dtype=torch.bfloat16)
     scale = torch.tensor(0.02, device=device)
     for name, (granularity, adds) in CASES.items():
         must = x.numel() * (7 if adds else 3)
-        line = [f"{hidden_size:6} {name:16} copy {must / copy:6.1f}"]
-        for provider, function in providers_of(granularity, adds, code, scale).items():
+        line = [f"{rows:6} {hidden_size:6} {name:16}" + (f" copy {must / copy:6.1f}" if copy else "")]
+        for provider, function in providers_of(granularity, adds, code, scale, args.norm).items():
             if not function or (args.providers and provider not in args.providers):
                 continue
             mine = residual.clone()
             try:
-                off = off_by(function, x, residual, weight, adds)
+                off = off_by(function, x, residual, weight, adds, args.norm)
                 if not off < OFF[args.code]:
                     print(f"{hidden_size} {name} {provider}: WRONG, off by {off:.3f}", flush=True)
                     continue
@@ -158,11 +171,12 @@ def measure(args, timer, copy, found, hidden_size, device, nbytes):
                 continue
             if not timer.rounds:
                 continue
-            line.append(f"{provider} {us:6.1f} ({must / us / copy:.2f})")
+            fraction = round(must / us / copy, 4) if copy else None
+            line.append(f"{provider} {us:6.2f}" + (f" ({fraction:.2f})" if copy else ""))
             found.append({
-                "case": name, "code": args.code, "dtype": "bf16", "rows": rows,
+                "norm": args.norm, "case": name, "code": args.code, "dtype": "bf16", "rows": rows,
                 "hidden_size": hidden_size, "provider": provider, "us": round(us, 2),
-                "fraction": round(must / us / copy, 4),
+                "fraction": fraction,
             })  # fmt: skip
         print("  ".join(line), flush=True)
 
@@ -172,6 +186,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=ROOT / "benchmarks" / "output", type=Path)
     parser.add_argument("--hidden", nargs="*", type=int, default=[1024, 4096, 8192, 16384])
+    parser.add_argument("--rows", nargs="*", type=int, help="(as many as make 256 MiB)")
+    parser.add_argument("--norm", default="rms_norm", choices=("rms_norm", "layer_norm"))
     parser.add_argument("--code", default="float8_e4m3fn", choices=("float8_e4m3fn", "float8_e5m2", "int8"))
     parser.add_argument("--providers", nargs="*", help='some of fused, torch, compile, "norm, torch", flashinfer, vllm')
     parser.add_argument("--cpu", action="store_true")
@@ -190,7 +206,8 @@ def main():
     print(f"copy {copy / 1e6:.3f} TB/s; us, and the fraction of the copy's rate", flush=True)
     try:
         for hidden_size in args.hidden:
-            measure(args, timer, copy, found, hidden_size, device, nbytes)
+            for rows in args.rows or [nbytes // 2 // hidden_size]:
+                measure(args, timer, None if args.rows else copy, found, hidden_size, device, rows)
     except KeyboardInterrupt:
         print("interrupted: the record has what was measured")
     if args.cpu or not args.rounds:

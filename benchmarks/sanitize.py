@@ -300,9 +300,12 @@ def list_calls(light=False):
         for hidden_size in lengths(kinds[z], light):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 code = draw.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
-                calls.append((quantized, draw.choice((FEW, 37)), hidden_size, dtype, draw.choice((z, None)), code,
+                many = 8 * few_rows_vectors(light) // hidden_size + 37  # more than few
+                calls.append((quantized, draw.choice((FEW, 37, many)), hidden_size, dtype, draw.choice((z, None)), code,
                               granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant)),
                               draw.random() < 0.5))  # fmt: skip
+    for dtype, hidden_size, is_usual in itertools.product((half, brain), (1536, 2560), (False, True)):
+        calls.append((quantized, 600, hidden_size, dtype, None, torch.int8, "token", fused_rms_norm_quant, is_usual))
     for dtype, z in (*mixes, (double, double)):
         for hidden_size in {*lengths(kinds[dtype], light=True)} & {*lengths(kinds[z], light=True)}:
             if hidden_size <= 1 << 16:

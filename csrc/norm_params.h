@@ -233,7 +233,7 @@ extern "C" {
 FLN_EXPORT int launch_norm_forward_cuda(const NormForwardParams& params, CUstream_st* stream);
 FLN_EXPORT int launch_norm_backward_cuda(const NormBackwardParams& params, CUstream_st* stream);
 FLN_EXPORT int launch_dropout_mask_cuda(const DropoutMaskParams& params, CUstream_st* stream);
-// For rows of x of whole 16-byte vectors, residual of z's dtype, and z that a block holds, or a cluster of 8 blocks.
+// For rows of x of whole 16-byte vectors, residual of z's dtype, and at most 64 KiB of z.
 FLN_EXPORT int launch_norm_quant_cuda(const NormQuantParams& params, CUstream_st* stream);
 FLN_EXPORT int64_t norm_forward_workspace_cuda(const NormForwardParams& params);
 FLN_EXPORT int64_t norm_backward_workspace_cuda(const NormBackwardParams& params);

@@ -273,7 +273,7 @@ def takes_quantized(x, residual, z_dtype, hidden_size: int, group_size: int, has
         return False
     if has_segments and not torch.compiler.is_compiling() and x.numel() >= 2**31 * hidden_size:
         return False  # kernels count rows of segments in 32 bits
-    return hidden_size <= (65536 if _has_clusters(x.device) else 32768 // z_dtype.itemsize)
+    return hidden_size * (z_dtype or x.dtype).itemsize <= 65536  # of z
 
 
 def _has_clusters(device: torch.device) -> bool:

@@ -112,8 +112,8 @@ def norm_of(is_rms):
     return fused_rms_norm_quant if is_rms else fused_layer_norm_quant
 
 
-# Groups of columns that do not fill the lanes of a plan, a row length of each plan and others beside it, ragged
-# rows, rows of clusters, and rows that are too long
+# Groups of columns that do not fill the lanes of a plan, row lengths of each number of threads and slots, ragged
+# rows, the longest rows, and rows that are too long
 SIZES = (1, 7, 8, 64, 96, 128, 192, 384, 512, 520, 769, 1024, 1032, 1152, 2048, 3072, 4096, 4097, 5120, 6144, 8192,
          12288, 16384, 16392, 20000, 32768, 65536, 65544)  # fmt: skip
 GRANULARITIES = ("tensor", "token", "group")
@@ -192,18 +192,22 @@ def test_column_major_scales(device, rows):
 
 
 @on_devices("granularity", GRANULARITIES)
-@pytest.mark.parametrize("hidden_size", [96, 1024, 20000])
-def test_rows_are_alone_and_repeat(device, granularity, hidden_size):
-    """the same bits on every run and for a part of the rows, from strided rows too"""
+@pytest.mark.parametrize("hidden_size", [96, 1024, 1152, 3072, 4096, 20000])
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_rows_are_alone_and_repeat(device, granularity, hidden_size, is_rms):
+    """the same bits on every run and for a part of the rows, from strided rows too; on CUDA more rows than kernels of
+    few rows take"""
     options, _ = options_of(granularity, hidden_size, device, most=32)
-    wide = make((300,), 2 * hidden_size, bf16, device)[0]
+    rows = 300 + (2**20 // hidden_size if device == "cuda" else 0)
+    wide = make((rows,), 2 * hidden_size, bf16, device)[0]
     x, weight = wide[:, hidden_size:], wide[0, :hidden_size].clone()
-    first = fused_layer_norm_quant(x, weight, **options)
-    for rows in (slice(None), slice(17, 18), slice(100, 203)):
-        for again in (x[rows], x[rows].contiguous()):
-            q, scale = fused_layer_norm_quant(again, weight, **options)
-            assert torch.equal(q.view(torch.uint8), first[0][rows].view(torch.uint8))
-            assert torch.equal(scale, first[1] if granularity == "tensor" else first[1][rows])
+    norm = norm_of(is_rms)
+    first = norm(x, weight, **options)
+    for part in (slice(None), slice(17, 18), slice(100, 203)):
+        for again in (x[part], x[part].contiguous()):
+            q, scale = norm(again, weight, **options)
+            assert torch.equal(q.view(torch.uint8), first[0][part].view(torch.uint8))
+            assert torch.equal(scale, first[1] if granularity == "tensor" else first[1][part])
 
 
 @on_devices()
@@ -318,15 +322,13 @@ def test_cuda_graph(device, granularity):
         check(Exact(x, weight, bias, True), q, scale, e4m3, group_size)
 
 
-@on_devices("hidden_size", (1024, 4096, 16384, 20000, 65536), devices=("cuda",))
+@on_devices("hidden_size", (1024, 4096, 5120, 16384), devices=("cuda",))
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
 def test_kernels_take_whole_vectors(device, hidden_size, dtype):
     """and a call is one kernel"""
     if not uses_kernels(device):
         pytest.skip("no CUDA kernels")
     x, weight, _, residual = make((8,), hidden_size, dtype, device)
-    if torch.cuda.get_device_capability() < (9, 0) and hidden_size * x.itemsize > 32768:
-        pytest.skip("needs clusters")
     fused_rms_norm_quant(x, weight, granularity="token")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for granularity in ("token", "group"):
@@ -336,24 +338,22 @@ def test_kernels_take_whole_vectors(device, hidden_size, dtype):
     assert len(kernels) == 2 and all("norm_quant_kernel" in name for name in kernels), kernels
 
 
-def test_what_the_operator_takes(monkeypatch):
-    """by dtypes, size, and whether the card has clusters; not by the number of rows"""
+def test_what_the_operator_takes():
+    """by dtypes and size, not by the number of rows"""
 
     def takes(hidden_size, group_size=None, dtype=bf16, residual_dtype=None, z_dtype=None, device="cuda"):
         x = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
         residual = None if residual_dtype is None else types.SimpleNamespace(dtype=residual_dtype)
-        z_dtype = z_dtype or residual_dtype or dtype
+        z_dtype = z_dtype or residual_dtype
         return _ops.takes_quantized(x, residual, z_dtype, hidden_size, group_size or hidden_size, False)
 
-    monkeypatch.setattr(_ops, "_has_clusters", lambda device: True)
-    assert takes(8) and takes(4096, 128) and takes(65536) and takes(4, dtype=fp32) and takes(96, 32)
+    assert takes(8) and takes(4096, 128) and takes(32768) and takes(4, dtype=fp32) and takes(96, 32)
     assert not any(
-        (takes(4), takes(4097), takes(65544), takes(4096, 256), takes(4096, 16), takes(96, 96, device="cpu"))
+        (takes(4), takes(4097), takes(32776), takes(4096, 256), takes(4096, 16), takes(96, 96, device="cpu"))
     )
+    assert takes(16384, dtype=fp32) and not takes(16388, dtype=fp32)
+    assert takes(16384, residual_dtype=fp32) and not takes(16392, residual_dtype=fp32)
     assert takes(4096, residual_dtype=fp32) and not takes(4096, residual_dtype=fp32, z_dtype=bf16)
-    monkeypatch.setattr(_ops, "_has_clusters", lambda device: False)
-    assert takes(16384) and not takes(16392) and takes(8192, dtype=fp32) and not takes(8196, dtype=fp32)
-    assert takes(8192, residual_dtype=fp32) and not takes(8200, residual_dtype=fp32)
 
 
 def test_under_vmap():

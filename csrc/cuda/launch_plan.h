@@ -51,6 +51,7 @@ constexpr bool kManyTiles = Plan::kClusters;
 template <typename... Plans>
 struct Ladder {};
 
+constexpr int log_of(int power) { return power == 1 ? 0 : 1 + log_of(power / 2); }
 constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_up_to_power((value + 1) / 2); }
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
@@ -95,7 +96,8 @@ struct LoadLadder<float> {
 
 // With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread, and
 // no empty slots (10% at 1024, up to 25% at 1152 and 2560). Dropout and each activation have straight-line code
-// (EpilogueRow): with a branch for each vector, instruction fetch stalls cost 3 to 10%.
+// (EpilogueRow): with a branch for each vector, instruction fetch stalls cost 3 to 10%. fp32 weights beside 16-bit x
+// branch: a quarter to a third less time to compile, gelu 1 to 5% slower.
 template <typename scalar_t>
 struct EpilogueLadder {
   using type =
@@ -121,19 +123,14 @@ struct GateLadder<float> {
                       RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// With a quantized result (norm_quant.cu). 128 columns, the largest group with a scale, are the vectors of adjacent
-// lanes: so a row has at least 16 threads, in fp32 32.
-template <typename scalar_t>
-struct QuantLadder {
-  using type = Ladder<RowPlan<16, 4, 8>, RowPlan<32, 4, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>,
-                      RowPlan<128, 5, 8>, RowPlan<256, 4, 8>, RowPlan<512, 4, 8>, RowPlan<256, 4, 8, 8>>;
-};
-template <>
-struct QuantLadder<float> {
-  using type = Ladder<RowPlan<32, 4, 4>, RowPlan<64, 4, 4>, RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<512, 4, 4>,
-                      RowPlan<512, 4, 4, 8>>;
-};
-constexpr int kQuantGroup = 128;
+// With a quantized result (norm_quant.cu) the plan is a run-time value: in 16-bit three to five vectors a thread, in
+// fp32 four, with 64 registers, 80 for five. Few rows have one vector a thread (H100, 8 x 4096, a scale a row, behind
+// other kernels: 2.36 us, with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast.
+constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: vectors of adjacent lanes
+constexpr int most_quant_threads(int held) { return held > 4 ? 768 : 1024; }
+constexpr int kMostQuantSlots = 5;
+constexpr int kQuantFewRowsBlock = 512;  // threads, at most
+constexpr int64_t kQuantFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
 
 // Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
 // elements each, because the cost per row is a third of the time; 20 slots, so that one element more than a power of
@@ -194,12 +191,6 @@ constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
   // For dropout: 768 spills 12 bytes
   if (fuses == Fuses::kEpilogue && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
-}
-
-// The bound given to the compiler with a quantized result: 64 registers a thread, 80 for five vectors.
-template <typename Plan>
-constexpr int quant_blocks_per_sm() {
-  return (Plan::kVecs > 4 ? 768 : 1024) / kForwardThreads<Plan>;
 }
 
 // Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
