@@ -123,14 +123,14 @@ struct GateLadder<float> {
                       RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// With a quantized result (norm_quant.cu) the plan is a run-time value: in 16-bit three to five vectors a thread, in
-// fp32 four, with 64 registers, 80 for five. Few rows have one vector a thread (H100, 8 x 4096, a scale a row, behind
-// other kernels: 2.36 us, with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast.
-constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: vectors of adjacent lanes
-constexpr int most_quant_threads(int held) { return held > 4 ? 768 : 1024; }
-constexpr int kMostQuantSlots = 5;
-constexpr int kQuantFewRowsBlock = 512;  // threads, at most
-constexpr int64_t kQuantFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
+// A run-time value (run_time_rows.cuh): in 16-bit three to five vectors a thread, in fp32 four, with 64 registers, 80
+// for five. Few rows have one vector a thread (H100, quantized 8 x 4096, a scale a row, behind other kernels: 2.36 us,
+// with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast.
+constexpr int most_run_time_threads(int held) { return held > 4 ? 768 : 1024; }
+constexpr int kMostRunTimeSlots = 5;
+constexpr int kRunTimeFewRowsBlock = 512;  // threads, at most
+constexpr int64_t kRunTimeFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
+constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
 // Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
 // elements each, because the cost per row is a third of the time; 20 slots, so that one element more than a power of

@@ -6,6 +6,7 @@
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
 #include "launch_plan.h"
+#include "run_time_rows.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
@@ -69,12 +70,6 @@ __device__ __forceinline__ float amax_of(const float (&values)[kVec]) {
   return amax;
 }
 
-// What the threads of a row share: sums of a vector, of a warp; the greatest of a warp; the row's first element.
-template <int kHeld>
-struct QuantScratch {
-  float slots[3][kHeld == 1 ? kQuantFewRowsBlock : 1], warps[3][32], amax[32], first;
-};
-
 // kUsual: what most models run, y = z * (weight + weight_offset) * rstd. It multiplies rstd into the reciprocal of the
 // scale. kAny takes every call.
 enum class QuantKind { kUsual, kAny };
@@ -82,52 +77,28 @@ enum class QuantKind { kUsual, kAny };
 bool is_usual(const NormQuantParams& params) {
   return params.is_rms_norm && params.weight && !params.bias && !params.y && params.segments <= 1 &&
          params.code_dtype != CodeDType::kFloat8E5M2 && params.x_dtype == params.z_dtype &&
-         (params.weight_dtype == params.z_dtype || params.weight_dtype == DType::kFloat32) &&
-         params.x_strides.is_even(params.rows) && (!params.residual || params.residual_strides.is_even(params.rows));
+         (params.weight_dtype == params.z_dtype || params.weight_dtype == DType::kFloat32);
 }
 
-// A thread's part of a row. A row has 2^log_threads threads with up to five slots each; slot s of thread t is vector s
-// * threads + t of the row. With kHeld 3 to 5 a thread holds all of its slots, and a block has one row, or several of
-// at most 32 threads. With kHeld 1, for few rows, a block has one row and a thread for each slot. Both add in the same
-// order, so a row's codes do not depend on the number of rows.
+template <int kHeld>
+struct QuantScratch : SumScratch<kHeld, 3> {
+  float amax[32], first;  // the greatest of each warp; the row's first element
+};
+
 template <typename scalar_t, int kHeld, QuantKind kKind>
-struct QuantRow {
-  static constexpr bool kFew = kHeld == 1, kIsUsual = kKind == QuantKind::kUsual;
-  static constexpr int kVec = 16 / sizeof(scalar_t);
-  using Vec = RawVec<scalar_t, kVec>;
+struct QuantRow : RunTimeRow<scalar_t, kHeld> {
+  static constexpr bool kIsUsual = kKind == QuantKind::kUsual;
+  using Base = RunTimeRow<scalar_t, kHeld>;
+  using Base::first_col, Base::for_each, Base::hidden_size, Base::kFew, Base::kVec, Base::lane, Base::row,
+      Base::spans_warps, Base::step, Base::threads, Base::warp;
+  using typename Base::Vec;
 
   const NormQuantParams& params;
   QuantScratch<kHeld>& scratch;
-  int threads, log_threads, slots;
-  int rank, part;  // thread t; with kHeld 1 its slot, else its row of the block
-  int lane, warp, hidden_size, step, first_col;
-  int64_t row;
 
   __device__ __forceinline__ QuantRow(const NormQuantParams& params, QuantScratch<kHeld>& scratch, int log_threads,
                                       int slots)
-      : params(params),
-        scratch(scratch),
-        threads(1 << log_threads),
-        log_threads(log_threads),
-        slots(slots),
-        rank(threadIdx.x & (threads - 1)),
-        part(threadIdx.x >> log_threads),
-        lane(threadIdx.x % 32),
-        warp(threadIdx.x / 32),
-        hidden_size(static_cast<int>(params.hidden_size)),
-        step(threads * kVec),
-        first_col(rank * kVec + (kFew ? part * step : 0)),
-        row(kFew ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * (blockDim.x >> log_threads) + part) {}
-
-  __device__ __forceinline__ bool spans_warps() const { return kFew || threads > 32; }
-
-  // Calls f(held, column) for each vector that this thread has.
-  template <typename F>
-  __device__ __forceinline__ void for_each(F&& f) const {
-#pragma unroll
-    for (int held = 0; held < kHeld; ++held)
-      if (first_col + held * step < hidden_size) f(held, first_col + held * step);
-  }
+      : Base(params.hidden_size, log_threads, slots), params(params), scratch(scratch) {}
 
   // Calls f(T()) for x, y, weight or bias: of z's type, beside fp32 z of any.
   template <typename F>
@@ -141,72 +112,6 @@ struct QuantRow {
     } else {
       f(float());
     }
-  }
-
-  __device__ __forceinline__ int64_t offset(const RowStrides& strides) const {
-    return kIsUsual ? row * strides.row_stride : strides.offset(row);
-  }
-
-  // z = x, or residual + x. z is zero where this thread has no vector. load_more() starts further loads.
-  template <typename x_t, typename F>
-  __device__ __forceinline__ void load(Vec (&z)[kHeld], F&& load_more) const {
-    const x_t* x = static_cast<const x_t*>(params.x) + offset(params.x_strides);
-    if (!params.residual) {
-      if constexpr (std::is_same<x_t, scalar_t>::value)
-        for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(x + col); });
-      return load_more();
-    }
-    const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + offset(params.residual_strides);
-    RawVec<x_t, kVec> x_raw[kHeld];
-    for_each([&](int held, int col) { x_raw[held] = load_vec<x_t, kVec, true>(x + col); });
-    for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(residual + col); });
-    if (kFew) load_more();
-    scalar_t* out = static_cast<scalar_t*>(params.residual_out) + row * hidden_size;
-    for_each([&](int held, int col) {
-      float sum[kVec], values[kVec];
-      unpack(z[held], sum);
-      unpack(x_raw[held], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) sum[i] += values[i];
-      z[held] = pack<scalar_t>(sum);
-      store_raw(out + col, z[held]);
-    });
-    if (!kFew) load_more();  // for lack of registers
-  }
-
-  // Replaces sums over a thread's slots by sums over the row. `first`: the scratch that this call uses, its own.
-  template <int kCount>
-  __device__ __forceinline__ void add_up(float (&sums)[kCount], int first) const {
-    if constexpr (kFew) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) scratch.slots[first + i][threadIdx.x] = sums[i];
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        sums[i] = 0;
-#pragma unroll
-        for (int slot = 0; slot < kMostQuantSlots; ++slot)
-          if (slot < slots) sums[i] += scratch.slots[first + i][(slot << log_threads) + rank];
-      }
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      if (offset < 16 || threads > 16)
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
-    if (threads <= 32) return;
-    if (lane == 0 && (!kFew || part == 0))
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) scratch.warps[first + i][warp] = sums[i];
-    __syncthreads();
-    const int warps = threads / 32;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sums[i] = scratch.warps[first + i][lane & (warps - 1)];
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      if (offset < warps)
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
   }
 
   // The greatest of a row. A row that spans warps needs a barrier between the two calls.
@@ -287,7 +192,7 @@ struct QuantRow {
 };
 
 template <typename scalar_t, int kHeld, QuantKind kKind>
-__global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_threads(kHeld))
+__global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
     norm_quant_kernel(const __grid_constant__ NormQuantParams params, int log_threads, int slots, float inverse_n,
                       float eps, float weight_offset) {
   using Row = QuantRow<scalar_t, kHeld, kKind>;
@@ -299,7 +204,7 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
   wait_for_previous_kernel();
   Vec z[kHeld], weights[kHeld];
 #pragma unroll
-  for (int held = 0; held < kHeld; ++held) z[held] = weights[held] = zero_vec<scalar_t, kVec>();
+  for (int held = 0; held < kHeld; ++held) weights[held] = zero_vec<scalar_t, kVec>();
   // Loaded late, for lack of registers: weights of another type than z, and the scale of the general kernel
   constexpr bool kEarly = Row::kFew || Row::kIsUsual;
   const bool is_early = params.weight_dtype == dtype_of<scalar_t>;
@@ -313,9 +218,9 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
     if (kEarly && params.scale) given = *params.scale;
   };
   if constexpr (Row::kIsUsual)
-    row.template load<scalar_t>(z, load_more);
+    row.template load<scalar_t>(z, params, load_more);
   else
-    Row::with_type(params.x_dtype, [&](auto type) { row.template load<decltype(type)>(z, load_more); });
+    Row::with_type(params.x_dtype, [&](auto type) { row.template load<decltype(type)>(z, params, load_more); });
 
   float values[kHeld][kVec] = {}, amax = 0, factor = 1;
   const auto find_greatest = [&] {
@@ -346,7 +251,7 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
       });
     }
     find_greatest();
-    row.add_up(sum, 0);
+    row.add_up(sum, scratch, 0);
     factor = inverse_sqrt(fma(sum[0], inverse_n, eps));
   } else {
     // As forward_rows.cuh: differences from a number near the mean, and what is left of the mean
@@ -361,7 +266,7 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
         if (held == 0) first = x[0];
       }
       if (row.spans_warps() && row.first_col == 0) scratch.first = first;
-      row.add_up(sum, 0);
+      row.add_up(sum, scratch, 0);
       first = row.spans_warps() ? scratch.first : __shfl_sync(0xffffffffu, first, 0, row.threads);
       m = snapped(sum[0], first);
     }
@@ -376,7 +281,7 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
       sums[0] = fma(vec_sum(values[held]), inverse_n, sums[0]);
       sums[1] += squares;
     });
-    row.add_up(sums, 1);
+    row.add_up(sums, scratch, 1);
     const float delta = params.is_rms_norm ? 0 : sums[0];
     float variance = fma(sums[1], inverse_n, -delta * delta);
     if (variance < 0) variance = 0;          // by rounding only; nan stays nan
@@ -386,17 +291,22 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
     const auto normalize = [&](auto type) {
       using T = decltype(type);
       row.for_each([&](int held, int col) {
-        float scale[kVec], shift[kVec];
-        const auto load = [&](const void* parameter, float neutral, float (&target)[kVec]) {
-          RawVec<T, kVec> raw = filled_vec<T, kVec>(neutral);
-          if (parameter) raw = load_vec<T, kVec, true>(static_cast<const T*>(parameter) + at + col);
-          unpack(raw, target);
+        float parameter[kVec];
+        const auto load = [&](const void* source) {
+          unpack(load_vec<T, kVec, true>(static_cast<const T*>(source) + at + col), parameter);
         };
-        load(params.weight, 1, scale);
-        load(params.bias, 0, shift);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          values[held][i] = fma(fma(values[held][i], rstd, tail), scale[i] + weight_offset, shift[i]);
+        for (int i = 0; i < kVec; ++i) values[held][i] = fma(values[held][i], rstd, tail);
+        if (params.weight) {
+          load(params.weight);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) values[held][i] *= parameter[i] + weight_offset;
+        }
+        if (params.bias) {
+          load(params.bias);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) values[held][i] += parameter[i];
+        }
         if (sizeof(T) > sizeof(scalar_t)) asm volatile("" ::: "memory");  // a vector at a time, for lack of registers
       });
     };
@@ -419,36 +329,15 @@ __global__ void __launch_bounds__(kHeld == 1 ? kQuantFewRowsBlock : most_quant_t
 
 template <typename scalar_t, QuantKind kKind>
 cudaError_t launch_norm_quant(const NormQuantParams& params, cudaStream_t stream) {
-  constexpr int kVec = 16 / sizeof(scalar_t);
-  const int vectors = static_cast<int>(params.hidden_size) / kVec;
-  const auto log_threads_of = [&](int held) {
-    int log_threads = log_of(kQuantGroup / kVec);
-    while (held << log_threads < vectors) ++log_threads;
-    return log_threads;
-  };
-  // As few empty slots as possible. In fp32 four vectors a thread: fewer kernels
-  int held = 4;
-  for (int other : {3, 5})
-    if (sizeof(scalar_t) == 2 && 1 << log_threads_of(other) <= most_quant_threads(other) &&
-        other << log_threads_of(other) < held << log_threads_of(held))
-      held = other;
-  const int log_threads = log_threads_of(held), threads = 1 << log_threads;
-  if (threads > most_quant_threads(held)) return cudaErrorNotSupported;
-  const int slots = (vectors - 1) / threads + 1;
-  const auto launch = [&](auto kernel, int block, int rows) {
-    const OverlappedLaunch launch(dim3(static_cast<unsigned>((params.rows + rows - 1) / rows)), dim3(block), stream);
-    return cudaLaunchKernelEx(&launch.config, kernel, params, log_threads, slots, inverse_of<float>(params.hidden_size),
+  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows);
+  if (plan.held == 0) return cudaErrorNotSupported;
+  return with_held<scalar_t>(plan, [&](auto held) {
+    const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
+    return cudaLaunchKernelEx(&launch.config, norm_quant_kernel<scalar_t, decltype(held)::value, kKind>, params,
+                              plan.log_threads, plan.slots, inverse_of<float>(params.hidden_size),
                               static_cast<float>(params.eps),
                               static_cast<float>(params.weight ? params.weight_offset : 0));
-  };
-  if (slots * threads <= kQuantFewRowsBlock && params.rows * vectors <= kQuantFewRowsVectors)
-    return launch(norm_quant_kernel<scalar_t, 1, kKind>, (slots * threads + 31) / 32 * 32, 1);
-  const int block = std::max(threads, 64);
-  if constexpr (sizeof(scalar_t) == 2) {
-    if (held == 3) return launch(norm_quant_kernel<scalar_t, 3, kKind>, block, block / threads);
-    if (held == 5) return launch(norm_quant_kernel<scalar_t, 5, kKind>, block, block / threads);
-  }
-  return launch(norm_quant_kernel<scalar_t, 4, kKind>, block, block / threads);
+  });
 }
 
 }  // namespace
