@@ -7,6 +7,7 @@
 #include "forward_rows.cuh"
 #include "launch_plan.h"
 #include "run_time_rows.cuh"
+#include "stages.cuh"
 #include "vector_io.cuh"
 
 namespace fused_layernorm {
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
       for (int held = 0; held < kHeld; ++held) {
         float x[kVec];
         unpack(z[held], x);
-        sum[0] = fma(vec_sum(x), inverse_n, sum[0]);
+        sum[0] = add(sum[0], mul(vec_sum(x), inverse_n));
         if (held == 0) first = x[0];
       }
       if (row.spans_warps() && row.first_col == 0) scratch.first = first;
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
         values[held][i] -= m;
         squares = fma(values[held][i], values[held][i], squares);
       }
-      sums[0] = fma(vec_sum(values[held]), inverse_n, sums[0]);
+      sums[0] = add(sums[0], mul(vec_sum(values[held]), inverse_n));  // no fma: as add_up() adds slots
       sums[1] += squares;
     });
     row.add_up(sums, scratch, 1);

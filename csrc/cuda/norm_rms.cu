@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>) rms_norm_kernel(const __
 cudaError_t launch_rms_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
   if (!params.is_rms_norm || !params.weight || params.bias || params.segments > 1 || stage.rounds_x_hat || stage.gate ||
       stage.dropout.philox || params.x_dtype == DType::kFloat64 || params.weight_dtype != params.x_dtype ||
-      params.y_dtype != params.x_dtype || params.hidden_size % (16 / dtype_bytes(params.x_dtype)) != 0 ||
+      params.y_dtype != params.x_dtype || params.hidden_size < kLeastRmsColumns ||
+      params.hidden_size % (16 / dtype_bytes(params.x_dtype)) != 0 ||
       (stage.residual && (stage.residual_dtype != params.x_dtype || stage.residual_out_dtype != params.x_dtype)))
     return cudaErrorNotSupported;
   return dispatch_type(params.x_dtype, [&](auto types) -> cudaError_t {
