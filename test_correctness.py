@@ -659,14 +659,19 @@ def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
         assert same_bits(everything[name][-1:], last[name]), f"{name}, last row of {case.rows}"
 
 
-@on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (64, 1024, 4096)])
+@on_devices(
+    "op,dtype,hidden_size",
+    [(op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (64, 1024, 1152, 2560, 4096)],
+)
 def test_options_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
-    """weight_offset, out_dtype, no weight: the same bits in few rows, which have kernels of their own, and in many"""
+    """weight_offset, out_dtype, no bias, no weight: the same bits in few rows, of other kernels, and many"""
     if not uses_kernels(device):
         pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
     rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
     for options in (
         {"weight_offset": 1.0},
+        {"bias": None},
+        {"bias": None, "layout": "aligned_columns"},
         {"out_dtype": fp32},
         {"out_dtype": fp32, "weight_offset": -0.5},
         {"weight": None},

@@ -185,6 +185,15 @@ def list_calls(light=False):
             norm(x, weight, None if is_usual else bias, dtype=code, scale=scale, granularity=granularity,
                  residual=residual, return_norm=not is_usual, group_size=math.gcd(hidden_size, 128))  # fmt: skip
 
+    def usual_rms(rows, hidden_size, dtype, adds, part=None):
+        x, residual, weight = (*(tensor(dtype, rows, hidden_size) for _ in "xr"), tensor(dtype, hidden_size))
+        if adds:
+            results = fused_add_rms_norm(x, residual, weight)
+            leaves = (x, residual, weight)
+        else:
+            results, leaves = (fused_rms_norm(x, weight),), (x, weight)
+        backward(results, tuple(torch.randn_like(t) for t in results), (leaves, leaves[:1], leaves[-1:]), part)
+
     after = ({"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1},
              {"activation": "relu"}, {"activation": "gelu_tanh"})  # fmt: skip
     options = ({}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True}, *after[:3])
@@ -304,6 +313,11 @@ def list_calls(light=False):
                 calls.append((quantized, draw.choice((FEW, 37, many)), hidden_size, dtype, draw.choice((z, None)), code,
                               granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant)),
                               draw.random() < 0.5))  # fmt: skip
+    for dtype, hidden_size, adds in itertools.product(
+        (half, brain, single), (256, 1536, 2560, 4096, 16384, 32768), (False, True)
+    ):
+        for rows in {FEW, 8 * few_rows_vectors(light) // hidden_size + 37}:
+            calls.append((usual_rms, rows, hidden_size, dtype, adds))
     for dtype, hidden_size, is_usual in itertools.product((half, brain), (1536, 2560), (False, True)):
         calls.append((quantized, 600, hidden_size, dtype, None, torch.int8, "token", fused_rms_norm_quant, is_usual))
     for dtype, z in (*mixes, (double, double)):

@@ -689,6 +689,15 @@ const Feature kFeatures[] = {
     {"plain, groups, weight_offset", [](Case& c) { c.layout = kGroups, c.weight_offset = 1; }},
     {"no parameters", [](Case& c) { c.has_weight = c.has_bias = false; }},
     {"no bias, grad_weight alone", [](Case& c) { c.has_bias = false, c.wants_x = false; }},
+    {"no bias, padded rows", [](Case& c) { c.has_bias = false, c.layout = kPadded; }},
+    {"no bias, groups, weight_offset, no stats",
+     [](Case& c) { c.has_bias = c.save_stats = false, c.layout = kGroups, c.weight_offset = 1; }},
+    {"residual, no bias",
+     [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true, c.has_bias = false; }},
+    {"residual, no bias, padded rows",
+     [](Case& c) {
+       c.load = c.has_residual = c.has_gro = c.wants_residual = true, c.has_bias = false, c.layout = kPadded;
+     }},
     {"no weight, expanded grad", [](Case& c) { c.has_weight = false, c.layout = kExpandedGrad; }},
     {"stats_grad=False", [](Case& c) { c.stats_grad = false; }},
     {"accumulate", [](Case& c) { c.accumulate = true; }},

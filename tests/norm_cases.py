@@ -255,6 +255,15 @@ def cases():
         for dtype in (bf16, fp32):
             add((3, hidden_size), dtype=dtype, cuda_only=True)
             add((1201, hidden_size), dtype=dtype, cuda_only=True)
+    # RMSNorm without bias has kernels of its own: each number of vectors a thread, few rows and many
+    for hidden_size in (256, 264, 1024, 1152, 1536, 2560, 5120, 8192):
+        for dtype in (fp16, bf16, fp32):
+            add((3, hidden_size), dtype=dtype, bias=None, cuda_only=True)
+            add(
+                (1201, hidden_size), dtype=dtype, bias=None, weight_offset=1.0, layout="aligned_columns", cuda_only=True
+            )
+    for dtype in (bf16, fp32):
+        add((40, 32768), dtype=dtype, bias=None, cuda_only=True)
     for hidden_size in (33, 130, 257, 513, 1537, 2049, 3001, 4097, 6001, 8193, 24582):
         for dtype in (bf16, fp32):
             add((3, hidden_size), dtype=dtype, cuda_only=True)
