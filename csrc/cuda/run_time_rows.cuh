@@ -25,7 +25,7 @@ struct RunTimePlan {
   static RunTimePlan of(int64_t hidden_size, int element_bytes, int64_t rows) {
     const int vectors = static_cast<int>(hidden_size * element_bytes / 16);
     const auto log_threads_of = [&](int held) {
-      int log_threads = log_of(kQuantGroup * element_bytes / 16);
+      int log_threads = log_of(kQuantGroup * element_bytes / 16);  // a group's, at least
       while (held << log_threads < vectors) ++log_threads;
       return log_threads;
     };
@@ -35,7 +35,9 @@ struct RunTimePlan {
       if (element_bytes == 2 && 1 << log_threads_of(other) <= most_run_time_threads(other) &&
           other << log_threads_of(other) < held << log_threads_of(held))
         held = other;
-    RunTimePlan plan{held, log_threads_of(held)};
+    RunTimePlan plan{};
+    plan.held = held;
+    plan.log_threads = log_threads_of(held);
     const int threads = 1 << plan.log_threads;
     if (threads > most_run_time_threads(held)) return {};
     plan.slots = (vectors - 1) / threads + 1;
