@@ -131,8 +131,8 @@ constexpr int kMostRunTimeSlots = 5;
 constexpr int kRunTimeFewRowsBlock = 512;  // threads, at most
 constexpr int64_t kRunTimeFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
 // RMSNorm of fewer columns takes the plans above, with fewer threads a row: 128 columns, x of 256 MiB, 182 us, by 16
-// threads 196. From 256 columns on these plans take 0 to 2% less time at 256 MiB, and 10 to 25% less where x and y fit
-// into the L2 cache (H100, bf16; 1024 x 4096 3.98 us, before 5.35).
+// threads 196. From 256 columns on these plans take 0 to 1.4% less time at 256 MiB, and up to 26% less where x and y
+// fit into the L2 cache (H100, bf16; 1024 x 4096 3.98 us, before 5.35).
 constexpr int64_t kLeastRmsColumns = 256;
 constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
