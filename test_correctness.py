@@ -632,7 +632,7 @@ BATCHES = (1, 2, 31, 199, 4096, 20000)
 
 @on_devices("op,dtype,hidden_size", [
     (op, dtype, n) for op in OPS for dtype in (bf16, fp32)
-    for n in (1, 64, 257, 768, 1024, 1152, 4096, 12345, 65536, 262144)
+    for n in (1, 64, 128, 257, 384, 768, 1024, 1152, 4096, 6144, 12288, 12345, 24576, 65536, 262144)
 ])  # fmt: skip
 def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
     """a row alone and in batches of many sizes: the same bits in y and grad_input"""
@@ -661,7 +661,7 @@ def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
 
 @on_devices(
     "op,dtype,hidden_size",
-    [(op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (64, 1024, 1152, 2560, 4096)],
+    [(op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (64, 1024, 1152, 2560, 4096, 6144, 16384)],
 )
 def test_options_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
     """weight_offset, out_dtype, no bias, no weight: the same bits in few rows, of other kernels, and many"""

@@ -185,13 +185,14 @@ def list_calls(light=False):
             norm(x, weight, None if is_usual else bias, dtype=code, scale=scale, granularity=granularity,
                  residual=residual, return_norm=not is_usual, group_size=math.gcd(hidden_size, 128))  # fmt: skip
 
-    def usual_rms(rows, hidden_size, dtype, adds, part=None):
-        x, residual, weight = (*(tensor(dtype, rows, hidden_size) for _ in "xr"), tensor(dtype, hidden_size))
-        if adds:
-            results = fused_add_rms_norm(x, residual, weight)
-            leaves = (x, residual, weight)
-        else:
-            results, leaves = (fused_rms_norm(x, weight),), (x, weight)
+    def usual(rows, hidden_size, dtype, norm, part=None):
+        x, residual = (tensor(dtype, rows, hidden_size) for _ in "xr")
+        with torch.no_grad():
+            x[::3, 0] += 100  # LayerNorm computes the moments of such rows twice
+        parameters = [tensor(dtype, hidden_size) for _ in ("wb" if "layer" in norm.__name__ else "w")]
+        leaves = (x, residual, *parameters) if "add" in norm.__name__ else (x, *parameters)
+        results = norm(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
         backward(results, tuple(torch.randn_like(t) for t in results), (leaves, leaves[:1], leaves[-1:]), part)
 
     after = ({"activation": "gelu"}, {"activation": "silu", "dropout_p": 0.1}, {"dropout_p": 0.1},
@@ -313,11 +314,12 @@ def list_calls(light=False):
                 calls.append((quantized, draw.choice((FEW, 37, many)), hidden_size, dtype, draw.choice((z, None)), code,
                               granularity, draw.choice((fused_layer_norm_quant, fused_rms_norm_quant)),
                               draw.random() < 0.5))  # fmt: skip
-    for dtype, hidden_size, adds in itertools.product(
-        (half, brain, single), (256, 1536, 2560, 4096, 16384, 32768), (False, True)
+    norms = (fused_layer_norm, fused_rms_norm, fused_add_layer_norm, fused_add_rms_norm)
+    for dtype, hidden_size, norm in itertools.product(
+        (half, brain, single), (128, 256, 1536, 2560, 4096, 6144, 12288, 14336, 16384, 32768), norms
     ):
         for rows in {FEW, 8 * few_rows_vectors(light) // hidden_size + 37}:
-            calls.append((usual_rms, rows, hidden_size, dtype, adds))
+            calls.append((usual, rows, hidden_size, dtype, norm))
     for dtype, hidden_size, is_usual in itertools.product((half, brain), (1536, 2560), (False, True)):
         calls.append((quantized, 600, hidden_size, dtype, None, torch.int8, "token", fused_rms_norm_quant, is_usual))
     for dtype, z in (*mixes, (double, double)):

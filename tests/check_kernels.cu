@@ -162,6 +162,7 @@ struct Case {
   bool wants_x = true, wants_residual = false, wants_weight = true, wants_bias = true, wants_gate = true;
   bool adds_y = false, rounds_x_hat = false;  // adds_y: has_residual without load
   bool has_next = false;                      // with adds_y
+  bool first_is_far = false;                  // x's first element, in three rows
   bool has_row_gate = false, gates_y = true;  // of times only
   Layout layout = kDense;
 };
@@ -356,7 +357,9 @@ void run(const Case& c) {
   const double scale = dropout_scale(c.p);
   const Layout in_layout = c.layout == kExpandedGrad ? kDense : c.layout;
 
-  const Tensor x = make_rows(t.x, rows, n, in_layout, [&](int64_t r, int64_t i) { return noise(1, r * n + i) + 0.5; });
+  const Tensor x = make_rows(t.x, rows, n, in_layout, [&](int64_t r, int64_t i) {
+    return noise(1, r * n + i) + 0.5 + (c.first_is_far && i == 0 && r % 3 == 1 && r < 9 ? 100 : 0);
+  });
   Tensor residual, gate, weight, bias, gro;
   if (c.has_residual)
     residual = make_rows(t.residual, rows, n, in_layout,
@@ -1163,6 +1166,23 @@ int main(int argc, char** argv) {
     add_case(cases, kTypes[0], turns, 768, 9216, false);
     add_case(cases, kTypes[2], turns, 64, 40960, true);
   }
+  // Every number of vectors that a thread of the kernel for usual calls may hold, few rows and many
+  const Feature usual[] = {
+      kFeatures[0],
+      {"no bias", [](Case& c) { c.has_bias = false; }},
+      {"far", [](Case& c) { c.first_is_far = true; }},
+      {"far, padded rows", [](Case& c) { c.first_is_far = true, c.layout = kPadded; }},
+      {"residual, far", [](Case& c) { c.load = c.has_residual = c.has_gro = c.first_is_far = true; }},
+      {"residual, no bias, far, no stats",
+       [](Case& c) { c.load = c.has_residual = c.has_gro = c.first_is_far = true, c.has_bias = c.save_stats = false; }},
+  };
+  for (const int64_t n : {128, 256, 384, 640, 1280, 1536, 3072, 5120, 6144, 8192, 12288, 14336, 16384, 24576, 32768})
+    for (const NamedTypes& types : kTypes) {
+      const Types& t = types.t;
+      if (t.weight != t.x || t.y != t.x || t.z != t.x || t.residual != t.x || t.x == DType::kFloat64) continue;
+      for (const Feature& feature : usual)
+        for (const int64_t rows : {int64_t{5}, 600000 / n + 3}) add_case(cases, types, feature, n, rows, ++turn % 2);
+    }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
   for (const Case& c : cases) {

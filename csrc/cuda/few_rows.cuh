@@ -297,7 +297,7 @@ template <typename scalar_t, typename Plan, typename Stage>
 cudaError_t launch_few_rows(const KernelForwardParams& params, const Stage& stage, cudaStream_t stream) {
   if constexpr (kMayBeFewRows<scalar_t, Plan>) {
     static_assert(kByWarps<Plan> == (Plan::kThreads > 32), "the slices of warps");
-    constexpr int kThreads = Plan::kThreads, kHeld = kFewRowsVecs<kThreads>, kMoreHeld = kMoreFewRowsVecs<kThreads>;
+    constexpr int kThreads = Plan::kThreads, kHeld = kFewRowsVecs<kThreads>;
     const int64_t vectors = params.rows * (params.hidden_size / Plan::kVec);
     const auto launch = [&](auto* kernel, const auto& arguments, int threads) {
       constexpr int kRows = std::max(32 / kThreads, 1);
@@ -329,9 +329,6 @@ cudaError_t launch_few_rows(const KernelForwardParams& params, const Stage& stag
       } else if (vectors <= kFewRowsVectors) {
         return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kPlain>, arguments,
                       few_rows_block<Plan, kHeld>());
-      } else if (kMoreHeld > 1 && vectors <= (load.residual ? 4 : 2) * kFewRowsVectors) {
-        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kMoreHeld, FewRows::kPlain>, arguments,
-                      few_rows_block<Plan, kMoreHeld>());
       }
     }
   }

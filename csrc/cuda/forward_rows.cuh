@@ -274,7 +274,7 @@ __device__ __forceinline__ RowNorm<T> finish_row(const Moments<T>& part, T inver
   const T delta = params.is_rms_norm ? T(0) : part.c * inverse_n;
   const T mean = part.m + delta;
   const T mean_tail = (part.m - mean) + delta;
-  T variance = part.q * inverse_n - delta * delta;
+  T variance = fma(part.q, inverse_n, -(delta * delta));
   if (variance < 0) variance = 0;        // by rounding only; nan stays nan
   if (isinf(part.q)) variance = part.q;  // overflow: rstd is 0, as in torch
   const T rstd = inverse_sqrt(variance + static_cast<T>(params.eps));

@@ -123,17 +123,26 @@ struct GateLadder<float> {
                       RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// A run-time value (run_time_rows.cuh): in 16-bit three to five vectors a thread, in fp32 four, with 64 registers, 80
-// for five. Few rows have one vector a thread (H100, quantized 8 x 4096, a scale a row, behind other kernels: 2.36 us,
-// with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast.
-constexpr int most_run_time_threads(int held) { return held > 4 ? 768 : 1024; }
-constexpr int kMostRunTimeSlots = 5;
+// A run-time value (run_time_rows.cuh): three to eight vectors a thread, with as few empty slots as possible. Few rows
+// have one vector a thread (H100, quantized 8 x 4096, a scale a row, behind other kernels: 2.36 us, with four 2.69).
+// From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast.
+constexpr int kMostFewRowsSlots = 5;       // of a plan for few rows
 constexpr int kRunTimeFewRowsBlock = 512;  // threads, at most
 constexpr int64_t kRunTimeFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
-// RMSNorm of fewer columns takes the plans above, with fewer threads a row: 128 columns, x of 256 MiB, 182 us, by 16
-// threads 196. From 256 columns on these plans take 0 to 1.4% less time at 256 MiB, and up to 26% less where x and y
-// fit into the L2 cache (H100, bf16; 1024 x 4096 3.98 us, before 5.35).
-constexpr int64_t kLeastRmsColumns = 256;
+
+// The most threads of a row by the vectors that a thread holds. Usual calls on an H200, bf16, x of 256 MiB, copy 127.5
+// us: RMSNorm 12288 by three vectors and 512 threads 139, by six and 256 134; 16384 by four and 512 130.5, by eight and
+// 256 134; 32768 by four and 1024 145, by eight and 512 135; fp32 5120 by four and 512 148, by five and 256 129.
+constexpr int most_usual_threads(int held) { return held == 3 || held == 5 ? 256 : 512; }
+constexpr int most_quant_threads(int held) { return held > 5 ? 0 : held == 5 ? 768 : 1024; }
+
+// Usual calls that take the plans above: short rows, with fewer threads (RMSNorm 64 columns 131 us, 147 by a run-time
+// plan; LayerNorm 8 x 128 1.3 and 1.8), and 16-bit LayerNorm of 16384 columns (8 vectors by 256 threads 133 us, here
+// 140, or 134 by eight and 256, which take 4.3 us for 8 rows, not 3.2).
+constexpr bool is_usual_size(int64_t hidden_size, int element_bytes, bool is_rms_norm) {
+  if (is_rms_norm) return hidden_size >= 128;
+  return hidden_size >= 256 && (element_bytes > 2 || hidden_size <= 12288 || hidden_size > 16384);
+}
 constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
 // Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
@@ -199,15 +208,9 @@ constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
 
 // Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
 // has at most eight warps, for each warp executes about 300 instructions, however little it holds. With more than
-// kFewRowsVectors vectors in all, throughput decides, and a thread holds more (H100, 2048 x 1024: 4.07 us, not 4.98;
-// 1024 x 1152, of 16 threads: 3.46, and 4.65 by the kernel for many rows). From twice as many on, the kernel for many
-// rows takes 5 to 10% less time; with a residual this one does up to four times (H200, 2048 x 2048: 8.5 us, 8.9).
+// kFewRowsVectors vectors in all, throughput decides.
 template <int kThreads>
 constexpr int kFewRowsVecs = kThreads <= 64 ? 1 : kThreads / 64;
-template <int kThreads>
-constexpr int kMoreFewRowsVecs = kThreads < 16   ? 1
-                                 : kThreads < 32 ? 3
-                                                 : 4;
 constexpr int kMostFewRowsVecs = 9;  // of a plan
 constexpr int kFewRowsBlock = 512;   // threads, at most
 constexpr int64_t kFewRowsVectors = (kForRacecheck ? 2 : 128) * 1024;

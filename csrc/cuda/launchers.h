@@ -16,9 +16,9 @@ constexpr int64_t kNoKernel = -1;  // as a workspace size: no kernel takes this 
 int64_t forward_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream);
 
-// norm_rms.cu: RMSNorm as most models run it, also with a residual. Returns cudaErrorNotSupported for other calls; the
-// choice does not depend on the number of rows.
-cudaError_t launch_rms_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
+// norm_usual.cu: what most models run, also with a residual. Returns cudaErrorNotSupported for other calls; the choice
+// does not depend on the number of rows.
+cudaError_t launch_usual_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 
 // norm_forward_long.cu: streams long rows through persistent clusters. Returns cudaErrorNotSupported for rows or cards
 // without such a kernel; the choice depends on hidden_size, dtypes and the card only, because the two kernels round

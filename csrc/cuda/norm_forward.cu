@@ -3,7 +3,7 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// A group of threads, or a cluster, holds each row in registers: norm_rms.cu for RMSNorm as most models run it, else
+// A group of threads, or a cluster, holds each row in registers: norm_usual.cu for what most models run, else
 // forward_kernel.cuh and forward_*.cu. forward_rows.cuh explains the statistics. Longer rows are streamed
 // (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
 #include "dispatch.cuh"
@@ -38,8 +38,8 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     return cudaSuccess;
   }
   if (is_huge_forward(params)) return launch_forward_huge(params, stream);
-  const cudaError_t as_usual = launch_rms_norm(params, {}, stream);
-  if (as_usual != cudaErrorNotSupported) return as_usual;
+  const cudaError_t launched = launch_usual_norm(params, {}, stream);
+  if (launched != cudaErrorNotSupported) return launched;
   if (is_long) {
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;
@@ -69,8 +69,8 @@ bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage)
 cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
   if (!takes_load_stage(params, stage)) return cudaErrorNotSupported;
   if (stage.residual) {
-    const cudaError_t as_usual = launch_rms_norm(params, stage, stream);
-    if (as_usual != cudaErrorNotSupported) return as_usual;
+    const cudaError_t launched = launch_usual_norm(params, stage, stream);
+    if (launched != cudaErrorNotSupported) return launched;
   }
   switch (stage.residual_out_dtype) {
     case DType::kFloat16: return launch_load<__half>(params, stage, stream);

@@ -81,9 +81,18 @@ bool is_usual(const NormQuantParams& params) {
          (params.weight_dtype == params.z_dtype || params.weight_dtype == DType::kFloat32);
 }
 
-template <int kHeld>
-struct QuantScratch : SumScratch<kHeld, 3> {
-  float amax[32], first;  // the greatest of each warp; the row's first element
+// For finish_row(), which stores no statistics.
+struct QuantNorm {
+  float eps;
+  bool is_rms_norm;
+  static constexpr void *rstd = nullptr, *mean = nullptr, *mean_tail = nullptr;
+};
+
+template <int kHeld, QuantKind kKind>
+struct QuantScratch {
+  static constexpr int kSums = kKind == QuantKind::kUsual ? 1 : 2;
+  SumScratch<kHeld, kSums, kSums> sums;
+  float amax[32];  // the greatest of each warp
 };
 
 template <typename scalar_t, int kHeld, QuantKind kKind>
@@ -95,10 +104,10 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
   using typename Base::Vec;
 
   const NormQuantParams& params;
-  QuantScratch<kHeld>& scratch;
+  QuantScratch<kHeld, kKind>& scratch;
 
-  __device__ __forceinline__ QuantRow(const NormQuantParams& params, QuantScratch<kHeld>& scratch, int log_threads,
-                                      int slots)
+  __device__ __forceinline__ QuantRow(const NormQuantParams& params, QuantScratch<kHeld, kKind>& scratch,
+                                      int log_threads, int slots)
       : Base(params.hidden_size, log_threads, slots), params(params), scratch(scratch) {}
 
   // Calls f(T()) for x, y, weight or bias: of z's type, beside fp32 z of any.
@@ -192,14 +201,17 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
   }
 };
 
+template <int kHeld>
+constexpr int kQuantBlock = kHeld == 1 ? kRunTimeFewRowsBlock : most_quant_threads(kHeld);
+
 template <typename scalar_t, int kHeld, QuantKind kKind>
-__global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
+__global__ void __launch_bounds__(kQuantBlock<kHeld>)
     norm_quant_kernel(const __grid_constant__ NormQuantParams params, int log_threads, int slots, float inverse_n,
                       float eps, float weight_offset) {
   using Row = QuantRow<scalar_t, kHeld, kKind>;
   using Vec = typename Row::Vec;
   constexpr int kVec = Row::kVec;
-  __shared__ QuantScratch<kHeld> scratch;
+  __shared__ QuantScratch<kHeld, kKind> scratch;
   const Row row(params, scratch, log_threads, slots);
   if (row.row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
   wait_for_previous_kernel();
@@ -218,10 +230,18 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
     }
     if (kEarly && params.scale) given = *params.scale;
   };
-  if constexpr (Row::kIsUsual)
-    row.template load<scalar_t>(z, params, load_more);
-  else
-    Row::with_type(params.x_dtype, [&](auto type) { row.template load<decltype(type)>(z, params, load_more); });
+  float near_mean = 0;
+  if constexpr (Row::kIsUsual) {
+    typename Row::template First<scalar_t> unused;
+    row.template load<scalar_t, false>(z, unused, params, load_more);
+  } else {
+    Row::with_type(params.x_dtype, [&](auto type) {
+      using x_t = decltype(type);
+      typename Row::template First<x_t> first;
+      row.template load<x_t, true>(z, first, params, load_more);
+      if (!params.is_rms_norm) near_mean = first.mean(params.residual);
+    });
+  }
 
   float values[kHeld][kVec] = {}, amax = 0, factor = 1;
   const auto find_greatest = [&] {
@@ -252,42 +272,12 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
       });
     }
     find_greatest();
-    row.add_up(sum, scratch, 0);
+    row.add_up(sum, scratch.sums, 0);
     factor = inverse_sqrt(fma(sum[0], inverse_n, eps));
   } else {
-    // As forward_rows.cuh: differences from a number near the mean, and what is left of the mean
-    float m = 0, sums[2] = {};
-    if (!params.is_rms_norm) {
-      float sum[1] = {}, first = 0;
-#pragma unroll
-      for (int held = 0; held < kHeld; ++held) {
-        float x[kVec];
-        unpack(z[held], x);
-        sum[0] = add(sum[0], mul(vec_sum(x), inverse_n));
-        if (held == 0) first = x[0];
-      }
-      if (row.spans_warps() && row.first_col == 0) scratch.first = first;
-      row.add_up(sum, scratch, 0);
-      first = row.spans_warps() ? scratch.first : __shfl_sync(0xffffffffu, first, 0, row.threads);
-      m = snapped(sum[0], first);
-    }
-    row.for_each([&](int held, int) {
-      float squares = 0;
-      unpack(z[held], values[held]);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        values[held][i] -= m;
-        squares = fma(values[held][i], values[held][i], squares);
-      }
-      sums[0] = add(sums[0], mul(vec_sum(values[held]), inverse_n));  // no fma: as add_up() adds slots
-      sums[1] += squares;
-    });
-    row.add_up(sums, scratch, 1);
-    const float delta = params.is_rms_norm ? 0 : sums[0];
-    float variance = fma(sums[1], inverse_n, -delta * delta);
-    if (variance < 0) variance = 0;          // by rounding only; nan stays nan
-    if (isinf(sums[1])) variance = sums[1];  // overflow: rstd is 0, as in torch
-    const float rstd = inverse_sqrt(variance + eps), tail = -delta * rstd;
+    const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, inverse_n, scratch.sums, [] {});
+    const RowNorm<float> norm =
+        finish_row(moments, inverse_n, QuantNorm{eps, params.is_rms_norm}, row.row, /*saves=*/false);
     const int64_t at = parameters_of(params, row.row);
     const auto normalize = [&](auto type) {
       using T = decltype(type);
@@ -296,8 +286,9 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
         const auto load = [&](const void* source) {
           unpack(load_vec<T, kVec, true>(static_cast<const T*>(source) + at + col), parameter);
         };
+        unpack(z[held], values[held]);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) values[held][i] = fma(values[held][i], rstd, tail);
+        for (int i = 0; i < kVec; ++i) values[held][i] = norm.x_hat(values[held][i]);
         if (params.weight) {
           load(params.weight);
 #pragma unroll
@@ -330,9 +321,9 @@ __global__ void __launch_bounds__(kRunTimeBlock<kHeld>)
 
 template <typename scalar_t, QuantKind kKind>
 cudaError_t launch_norm_quant(const NormQuantParams& params, cudaStream_t stream) {
-  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows);
-  if (plan.held == 0) return cudaErrorNotSupported;
-  return with_held<scalar_t>(plan, [&](auto held) {
+  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows,
+                                           kQuantGroup * static_cast<int>(sizeof(scalar_t)) / 16, most_quant_threads);
+  return with_held<1, 3, 4, 5>(plan.held, [&](auto held) {
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
     return cudaLaunchKernelEx(&launch.config, norm_quant_kernel<scalar_t, decltype(held)::value, kKind>, params,
                               plan.log_threads, plan.slots, inverse_of<float>(params.hidden_size),

@@ -1,16 +1,19 @@
-// Rows whose plan is a run-time value, for kernels with few options: the forward of RMSNorm and norms with a quantized
-// result. One kernel for all sizes, with less code than a kernel for each plan that has every option.
+// Rows whose plan is a run-time value, for kernels with few options: the forward of usual calls (norm_usual.cu) and
+// norms with a quantized result. One kernel for all sizes, with less code than a kernel for each plan that has every
+// option.
 //
-// A row has 2^log_threads threads with up to five slots each; slot s of thread t is vector s * threads + t of the row.
-// With kHeld 3 to 5 a thread holds all of its slots, and a block has one row, or several of at most 32 threads. With
+// A row has 2^log_threads threads with up to eight slots each; slot s of thread t is vector s * threads + t of the row.
+// With kHeld 3 to 8 a thread holds all of its slots, and a block has one row, or several of at most 32 threads. With
 // kHeld 1, for few rows, a block has one row and a thread for each slot. Both add in the same order, so the result of a
 // row does not depend on the number of rows.
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "dispatch.cuh"
+#include "forward_rows.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
 #include "vector_io.cuh"
@@ -21,28 +24,26 @@ struct RunTimePlan {
   int held, log_threads, slots, block, rows;  // rows of a block
   int64_t blocks;
 
-  // held is 0 where a row needs more than 1024 threads.
-  static RunTimePlan of(int64_t hidden_size, int element_bytes, int64_t rows) {
+  // most_threads(held): the most threads of a row with so many vectors a thread; 0: none. plan.held is 0 for rows that
+  // need more threads.
+  template <typename F>
+  static RunTimePlan of(int64_t hidden_size, int element_bytes, int64_t rows, int least_threads, F&& most_threads) {
     const int vectors = static_cast<int>(hidden_size * element_bytes / 16);
-    const auto log_threads_of = [&](int held) {
-      int log_threads = log_of(kQuantGroup * element_bytes / 16);  // a group's, at least
-      while (held << log_threads < vectors) ++log_threads;
-      return log_threads;
-    };
-    // As few empty slots as possible. In fp32 four vectors a thread: fewer kernels
-    int held = 4;
-    for (int other : {3, 5})
-      if (element_bytes == 2 && 1 << log_threads_of(other) <= most_run_time_threads(other) &&
-          other << log_threads_of(other) < held << log_threads_of(held))
-        held = other;
     RunTimePlan plan{};
-    plan.held = held;
-    plan.log_threads = log_threads_of(held);
+    int fewest_slots = INT_MAX;
+    for (int held : {4, 3, 5, 6, 8}) {  // the first of those with as few empty slots
+      int log_threads = log_of(least_threads);
+      while (held << log_threads < vectors) ++log_threads;
+      if (1 << log_threads > most_threads(held) || held << log_threads >= fewest_slots) continue;
+      fewest_slots = held << log_threads;
+      plan.held = held;
+      plan.log_threads = log_threads;
+    }
+    if (plan.held == 0) return plan;
     const int threads = 1 << plan.log_threads;
-    if (threads > most_run_time_threads(held)) return {};
     plan.slots = (vectors - 1) / threads + 1;
     plan.block = std::max(threads, 64);
-    if (plan.slots * threads <= kRunTimeFewRowsBlock && rows * vectors <= kRunTimeFewRowsVectors) {
+    if (threads >= 16 && plan.slots * threads <= kRunTimeFewRowsBlock && rows * vectors <= kRunTimeFewRowsVectors) {
       plan.held = 1;
       plan.block = (plan.slots * threads + 31) / 32 * 32;
     }
@@ -52,24 +53,21 @@ struct RunTimePlan {
   }
 };
 
-// Calls f(kHeld) for a plan of these elements.
-template <typename scalar_t, typename F>
-cudaError_t with_held(const RunTimePlan& plan, F&& f) {
-  if (plan.held == 1) return f(std::integral_constant<int, 1>());
-  if constexpr (sizeof(scalar_t) == 2) {
-    if (plan.held == 3) return f(std::integral_constant<int, 3>());
-    if (plan.held == 5) return f(std::integral_constant<int, 5>());
-  }
-  return f(std::integral_constant<int, 4>());
+// Calls f(std::integral_constant<int, held>()) for one of kHeld.
+template <int... kHeld, typename F>
+cudaError_t with_held(int held, F&& f) {
+  cudaError_t launched = cudaErrorNotSupported;
+  ((held == kHeld ? static_cast<void>(launched = f(std::integral_constant<int, kHeld>())) : void()), ...);
+  return launched;
 }
 
-template <int kHeld>
-constexpr int kRunTimeBlock = kHeld == 1 ? kRunTimeFewRowsBlock : most_run_time_threads(kHeld);
-
-// For kSums sums along a row, each used once.
-template <int kHeld, int kSums>
+// For kSums sums along a row at a time, `kTimes` times.
+template <int kHeld, int kSums, int kTimes = 1>
 struct SumScratch {
-  float slots[kSums][kHeld == 1 ? kRunTimeFewRowsBlock : 1], warps[kSums][32];
+  struct Sums {
+    float of[kSums];
+  };
+  Sums slots[kTimes][kHeld == 1 ? kRunTimeFewRowsBlock : 1], warps[kTimes][32];
 };
 
 // A thread's part of a row.
@@ -107,69 +105,146 @@ struct RunTimeRow {
       if (first_col + held * step < hidden_size) f(held, first_col + held * step);
   }
 
+  // The first elements of a row's x and residual.
+  template <typename x_t>
+  struct First {
+    RawVec<x_t, 4> x;
+    RawVec<scalar_t, 4> residual;
+
+    // The mean of the first elements of z. Where all of z is one number it is that number.
+    __device__ __forceinline__ float mean(bool has_residual) const {
+      float values[4], others[4];
+      unpack(x, values);
+      if (has_residual) {
+        unpack(residual, others);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] += others[i];
+        unpack(pack<scalar_t>(values), values);
+      }
+      return vec_sum(values) / 4;
+    }
+  };
+
   // z = x, or residual + x, which is stored if residual_out is wanted. z is zero where this thread has no vector.
   // load_more() starts further loads.
-  template <typename x_t, typename Params, typename F>
-  __device__ __forceinline__ void load(Vec (&z)[kHeld], const Params& params, F&& load_more) const {
+  template <typename x_t, bool kWantsFirst, typename Params, typename F>
+  __device__ __forceinline__ void load(Vec (&z)[kHeld], First<x_t>& first, const Params& params, F&& load_more) const {
 #pragma unroll
     for (int held = 0; held < kHeld; ++held) z[held] = zero_vec<scalar_t, kVec>();
     const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row);
     if (!params.residual) {
       if constexpr (std::is_same<x_t, scalar_t>::value)
         for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(x + col); });
+      if (kWantsFirst) first.x = load_vec<x_t, 4, true>(x);
       return load_more();
     }
     const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
-    RawVec<x_t, kVec> x_raw[kHeld];
-    for_each([&](int held, int col) { x_raw[held] = load_vec<x_t, kVec, true>(x + col); });
-    for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(residual + col); });
-    if (kFew) load_more();
     scalar_t* out = static_cast<scalar_t*>(params.residual_out) + row * hidden_size;
-    for_each([&](int held, int col) {
-      float sum[kVec], values[kVec];
-      unpack(z[held], sum);
-      unpack(x_raw[held], values);
+    constexpr int kBatch = kHeld > 6 ? 2 : kHeld > 5 ? 3 : kHeld;  // vectors at a time, for lack of registers
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) sum[i] += values[i];
-      z[held] = pack<scalar_t>(sum);
-      if (params.residual_out) store_raw(out + col, z[held]);
-    });
+    for (int from = 0; from < kHeld; from += kBatch) {
+      RawVec<x_t, kVec> x_raw[kBatch];
+      const auto for_batch = [&](auto&& f) {
+        for_each([&](int held, int col) {
+          if (held >= from && held < from + kBatch) f(held, col);
+        });
+      };
+      for_batch([&](int held, int col) { x_raw[held - from] = load_vec<x_t, kVec, true>(x + col); });
+      for_batch([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(residual + col); });
+      if (kWantsFirst && from == 0) {
+        first.x = load_vec<x_t, 4, true>(x);
+        first.residual = load_vec<scalar_t, 4, true>(residual);
+      }
+      if (kFew) load_more();
+      for_batch([&](int held, int col) {
+        float sum[kVec], values[kVec];
+        unpack(z[held], sum);
+        unpack(x_raw[held - from], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sum[i] += values[i];
+        z[held] = pack<scalar_t>(sum);
+        if (params.residual_out) store_raw(out + col, z[held]);
+      });
+    }
     if (!kFew) load_more();  // for lack of registers
   }
 
-  // Replaces sums over a thread's slots by sums over the row. `first`: which of the scratch's sums the first is.
-  template <int kCount, int kSums>
-  __device__ __forceinline__ void add_up(float (&sums)[kCount], SumScratch<kHeld, kSums>& scratch, int first) const {
+  // Replaces sums over a thread's slots by sums over the row. `time`: which of the scratch's.
+  template <int kSums, int kTimes>
+  __device__ __forceinline__ void add_up(float (&sums)[kSums], SumScratch<kHeld, kSums, kTimes>& scratch,
+                                         int time) const {
+    using Sums = typename SumScratch<kHeld, kSums, kTimes>::Sums;
+    const auto share = [&](Sums& target) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) target.of[i] = sums[i];
+    };
+    const auto add_lanes = [&](int lanes, bool may_be_few) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2)
+        if ((offset < 16 && !may_be_few) || offset < lanes)
+#pragma unroll
+          for (int i = 0; i < kSums; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
+    };
     if constexpr (kFew) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) scratch.slots[first + i][threadIdx.x] = sums[i];
+      share(scratch.slots[time][threadIdx.x]);
       __syncthreads();
+      Sums of_slot[kMostFewRowsSlots];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
+      for (int slot = 0; slot < kMostFewRowsSlots; ++slot) {
+        of_slot[slot] = Sums{};
+        if (slot < slots) of_slot[slot] = scratch.slots[time][(slot << log_threads) + rank];
+      }
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
         sums[i] = 0;
 #pragma unroll
-        for (int slot = 0; slot < kMostRunTimeSlots; ++slot)
-          if (slot < slots) sums[i] += scratch.slots[first + i][(slot << log_threads) + rank];
+        for (const Sums& of : of_slot) sums[i] += of.of[i];
       }
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      if (offset < 16 || threads > 16)
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
+    add_lanes(threads, !kFew);
     if (threads <= 32) return;
-    if (lane == 0 && (!kFew || part == 0))
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) scratch.warps[first + i][warp] = sums[i];
+    if (lane == 0 && (!kFew || part == 0)) share(scratch.warps[time][warp]);
     __syncthreads();
     const int warps = threads / 32;
+    const Sums of_warp = scratch.warps[time][lane & (warps - 1)];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sums[i] = scratch.warps[first + i][lane & (warps - 1)];
+    for (int i = 0; i < kSums; ++i) sums[i] = of_warp.of[i];
+    add_lanes(warps, true);
+  }
+
+  // The moments of a row, by one exchange between its threads: about m, the mean of its first four elements. Where that
+  // is more than two standard deviations from the mean, once more, about the mean: so var loses little more than two
+  // bits. Rows that share a warp do that together; the others get the same bits again. RMSNorm: about m = 0, always.
+  // load_more() starts further loads behind each pass.
+  template <typename F>
+  __device__ __forceinline__ Moments<float> moments(Vec (&z)[kHeld], float m, bool is_rms_norm, float inverse_n,
+                                                    SumScratch<kHeld, 2, 2>& scratch, F&& load_more) const {
+    float sums[2];
+    const auto pass = [&](int time) {
+      sums[0] = sums[1] = 0;
+      if (!kFew) optimization_barrier(z);
+      for_each([&](int held, int) {
+        float d[kVec], squares = 0;
+        unpack(z[held], d);
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      if (offset < warps)
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
+        for (int i = 0; i < kVec; ++i) {
+          d[i] -= m;
+          squares = fma(d[i], d[i], squares);
+        }
+        sums[0] += vec_sum(d);
+        sums[1] += squares;
+      });
+      load_more();
+      add_up(sums, scratch, time);
+    };
+    pass(0);
+    const float delta = sums[0] * inverse_n;
+    const bool is_far = !is_rms_norm && (!(5 * delta * delta <= 4 * sums[1] * inverse_n) || isinf(sums[1]));
+    if (__any_sync(0xffffffffu, is_far)) {
+      if (is_far) m += delta;
+      pass(1);
+    }
+    return {0, m, sums[0], sums[1]};  // n is not used
   }
 };
 

@@ -1,0 +1,152 @@
+// Forward of what most models run: y = x_hat * (weight + weight_offset) + bias of z = x or residual + x, all of one
+// type. RMSNorm has no bias here, LayerNorm no weight_offset. norm_forward.cu has the formulas.
+#include "forward_rows.cuh"
+#include "launchers.h"
+#include "run_time_rows.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+struct UsualParams {
+  const void *x, *residual, *weight, *bias;
+  void *y, *residual_out, *rstd, *mean, *mean_tail;
+  RowStrides x_strides, residual_strides;
+  int64_t rows;
+  int hidden_size, log_threads, slots;
+  float inverse_n, eps, weight_offset;
+  static constexpr bool is_rms_norm = false;  // for finish_row()
+};
+
+// Registers: 64 a thread, 80 for five vectors.
+template <int kHeld>
+constexpr int kUsualBlock = kHeld == 1 ? kRunTimeFewRowsBlock : most_usual_threads(kHeld);
+template <int kHeld>
+constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
+                                  : kHeld == 5 ? 3
+                                               : 1024 / kUsualBlock<kHeld>;
+
+template <typename scalar_t, int kHeld, bool kIsRms>
+__global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
+    usual_norm_kernel(const __grid_constant__ UsualParams params) {
+  using Row = RunTimeRow<scalar_t, kHeld>;
+  constexpr int kVec = Row::kVec;
+  __shared__ SumScratch<kHeld, kIsRms ? 1 : 2, kIsRms ? 1 : 2> scratch;
+  const Row row(params.hidden_size, params.log_threads, params.slots);
+  if (row.row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
+  wait_for_previous_kernel();
+
+  // Weight and bias are loaded as early as there are registers: with x; some biases behind the first pass over z; five
+  // behind the exchange; else each with its vector of y.
+  constexpr bool kEarlyWeights = kHeld < 6;
+  constexpr int kEarlyBiases = Row::kFew ? kHeld : 0, kMidBiases = kHeld < 5 ? 3 : 0, kLateBiases = kHeld == 5 ? 5 : 0;
+  typename Row::Vec z[kHeld], weights[kHeld], biases[kHeld];
+  const auto load_weight = [&](int held, int col) {
+    weights[held] = load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.weight) + col);
+  };
+  const auto load_bias = [&](int held, int col) {
+    biases[held] = params.bias ? load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.bias) + col)
+                               : filled_vec<scalar_t, kVec>(-0.f);  // y + -0 is y, also where that is -0
+  };
+  typename Row::template First<scalar_t> first;
+  row.template load<scalar_t, !kIsRms>(z, first, params, [&] {
+    row.for_each([&](int held, int col) {
+      if (kEarlyWeights) load_weight(held, col);
+      if (!kIsRms && held < kEarlyBiases) load_bias(held, col);
+    });
+  });
+  RowNorm<float> norm{};
+  if constexpr (kIsRms) {
+    float sum[1] = {};
+    const auto square = [&](int held, int) {
+      float values[kVec], squares = 0;
+      unpack(z[held], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) squares = fma(values[i], values[i], squares);
+      sum[0] += squares;
+      if (kHeld > 6) asm volatile("" : "+f"(sum[0]));  // a vector at a time, for lack of registers
+    };
+    if constexpr (kHeld > 5) {
+      row.for_each(square);
+    } else {
+#pragma unroll
+      for (int held = 0; held < kHeld; ++held) square(held, 0);
+    }
+    row.add_up(sum, scratch, 0);
+    norm.rstd = inverse_sqrt(fma(sum[0], params.inverse_n, params.eps));
+    if (params.rstd && row.first_col == 0) static_cast<float*>(params.rstd)[row.row] = norm.rstd;
+  } else {
+    const Moments<float> moments = row.moments(z, first.mean(params.residual), false, params.inverse_n, scratch, [&] {
+      row.for_each([&](int held, int col) {
+        if (held >= kEarlyBiases && held < kMidBiases) load_bias(held, col);
+      });
+    });
+    if (kLateBiases > 0) row.for_each(load_bias);
+    norm = finish_row(moments, params.inverse_n, params, row.row, row.first_col == 0);
+  }
+  if (kHeld > 3) optimization_barrier(z);
+  scalar_t* y = static_cast<scalar_t*>(params.y) + row.row * row.hidden_size;
+  row.for_each([&](int held, int col) {
+    float values[kVec], scale[kVec], offset[kVec];
+    if (!kEarlyWeights) load_weight(held, col);
+    unpack(z[held], values);
+    unpack(weights[held], scale);
+    if constexpr (kIsRms) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = values[i] * norm.rstd * (scale[i] + params.weight_offset);
+    } else {
+      if (held >= std::max({kEarlyBiases, kMidBiases, kLateBiases})) load_bias(held, col);
+      unpack(biases[held], offset);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+    }
+    store_vec(y + col, values);
+  });
+}
+
+template <typename scalar_t, bool kIsRms>
+cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows, 2, most_usual_threads);
+  const UsualParams arguments{params.x,
+                              stage.residual,
+                              params.weight,
+                              params.bias,
+                              params.y,
+                              stage.residual_out,
+                              params.rstd,
+                              params.mean,
+                              params.mean_tail,
+                              params.x_strides,
+                              stage.residual_strides,
+                              params.rows,
+                              static_cast<int>(params.hidden_size),
+                              plan.log_threads,
+                              plan.slots,
+                              inverse_of<float>(params.hidden_size),
+                              static_cast<float>(params.eps),
+                              params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f};  // none
+  return with_held<1, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
+    const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
+    return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms>, arguments);
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_usual_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+  const bool is_rms = params.is_rms_norm;
+  if (!params.weight || (is_rms ? params.bias != nullptr : params.weight_offset != 0) || params.segments > 1 ||
+      stage.rounds_x_hat || stage.gate || stage.dropout.philox || params.weight_dtype != params.x_dtype ||
+      params.y_dtype != params.x_dtype || !is_usual_size(params.hidden_size, dtype_bytes(params.x_dtype), is_rms) ||
+      params.hidden_size % (16 / dtype_bytes(params.x_dtype)) != 0 ||
+      (stage.residual && (stage.residual_dtype != params.x_dtype || stage.residual_out_dtype != params.x_dtype)))
+    return cudaErrorNotSupported;
+  return dispatch_type(params.x_dtype, [&](auto types) -> cudaError_t {
+    using scalar_t = typename decltype(types)::scalar_t;
+    if constexpr (sizeof(scalar_t) == 8)
+      return cudaErrorNotSupported;
+    else
+      return is_rms ? launch<scalar_t, true>(params, stage, stream) : launch<scalar_t, false>(params, stage, stream);
+  });
+}
+
+}  // namespace fused_layernorm
