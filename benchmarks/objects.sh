@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Builds the extension on a machine with a card from CUDA objects that were compiled elsewhere: `link` takes about a
+# minute on 16 cores, a build several. The objects include no torch, so they serve every torch of their CUDA version.
+#   benchmarks/objects.sh compile FOLDER   with the nvcc of PATH, JOBS at once (default: a process a core)
+#   benchmarks/objects.sh link FOLDER      python3 setup.py build_ext --inplace, with the objects in FOLDER
+# ARCH: the card (default sm_90). NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK: for racecheck (benchmarks/sanitize.py). A file
+# without an object in FOLDER is compiled.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+task=${1:-} folder=$(mkdir -p "${2:?a folder}" && realpath "$2")
+
+case $task in
+  compile)
+    # -fPIC: for a shared library. Without it the link fails, or the library needs static TLS and does not load
+    printf '%s\0' csrc/cuda/*.cu | xargs -0 -P "${JOBS:-$(nproc)}" -I{} bash -c 'nvcc -std=c++17 -O3 -arch="$1" \
+      --expt-relaxed-constexpr --compress-mode=size -Xcompiler -fPIC -Icsrc -c "$0" -o "$2/$(basename "$0").o"' \
+      {} "${ARCH:-sm_90}" "$folder"
+    ;;
+  link)
+    home=${CUDA_HOME:-$(dirname "$(dirname "$(realpath "$(command -v nvcc)")")")}
+    [[ -f $home/include/cuda_runtime.h ]] || home=/usr/local/cuda
+    fake=$(mktemp -d) # a toolkit like this one, whose nvcc copies objects
+    trap 'rm -rf "$fake"' EXIT
+    mkdir "$fake/bin"
+    for path in "$home"/*; do [[ $(basename "$path") == bin ]] || ln -s "$path" "$fake/"; done
+    for path in "$home"/bin/*; do [[ $(basename "$path") == nvcc ]] || ln -s "$path" "$fake/bin/"; done
+    cat > "$fake/bin/nvcc" << END
+#!/usr/bin/env bash
+before= source= target= depends=
+for argument in "\$@"; do
+  case \$argument in *.cu) source=\$argument ;; esac
+  case \$before in -o | --output-file) target=\$argument ;; -MF | --dependency-output) depends=\$argument ;; esac
+  before=\$argument
+done
+object=$folder/\$(basename "\$source").o
+[[ -n \$source && -f \$object ]] || exec "$home/bin/nvcc" "\$@"
+cp "\$object" "\$target"
+[[ -z \$depends ]] || echo "\$target: \$source" > "\$depends"
+END
+    chmod +x "$fake/bin/nvcc"
+    PATH=$fake/bin:$PATH CUDA_HOME=$fake FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} \
+      python3 setup.py build_ext --inplace
+    ;;
+  *) sed -n '2,/^set/{/^set/!p}' "$0" | sed 's/^# \{0,1\}//' && exit 2 ;;
+esac
