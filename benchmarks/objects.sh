@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the extension on a machine with a card from CUDA objects that were compiled elsewhere: `link` takes about a
-# minute on 16 cores, a build several. The objects include no torch, so they serve every torch of their CUDA version.
+# Builds the extension on a machine with a card from CUDA objects that were compiled elsewhere, so that only C++ is
+# compiled there. The objects include no torch, so they serve every torch of their CUDA version.
 #   benchmarks/objects.sh compile FOLDER   with the nvcc of PATH, JOBS at once (default: a process a core)
 #   benchmarks/objects.sh link FOLDER      python3 setup.py build_ext --inplace, with the objects in FOLDER
 # ARCH: the card (default sm_90). NVCC_APPEND_FLAGS=-DFLN_FOR_RACECHECK: for racecheck (benchmarks/sanitize.py). A file

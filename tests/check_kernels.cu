@@ -1181,7 +1181,8 @@ int main(int argc, char** argv) {
       const Types& t = types.t;
       if (t.weight != t.x || t.y != t.x || t.z != t.x || t.residual != t.x || t.x == DType::kFloat64) continue;
       for (const Feature& feature : usual)
-        for (const int64_t rows : {int64_t{5}, 600000 / n + 3}) add_case(cases, types, feature, n, rows, ++turn % 2);
+        for (const int64_t rows : {int64_t{5}, 600000 / n + 3})
+          for (const bool rms : {false, true}) add_case(cases, types, feature, n, rows, rms);
     }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
