@@ -1110,6 +1110,7 @@ void time_all(const std::string& only) {
   const Timed few_rows[] = {{"few rows layer_norm", "bf16", plain, {}},
                             {"few rows rms_norm", "bf16", plain, {}, true},
                             {"few rows layer_norm", "fp32", plain, {}},
+                            {"few rows layer_norm", "bf16/w32", plain, {}},
                             {"few rows residual", "bf16", residual, {}},
                             {"few rows residual rms", "bf16", residual, {}, true},
                             {"few rows modulated", "bf16", modulated, {}},

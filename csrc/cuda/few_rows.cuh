@@ -1,7 +1,7 @@
-// Forward of few rows, where latency decides: plain, modulated, with a residual, or with a row gate. Behind a matrix
-// product a kernel finds none of its instructions in a cache, so this one executes few (H100, 8 x 768 bf16: 1.5 us
-// behind itself, 1.9 us behind kernels with much code; forward_kernel.cuh with prefetched weights 1.5 and 2.2). A
-// thread has one vector, or few; weight and bias are prefetched; and the launch overlaps the previous kernel.
+// Forward of few rows, where latency decides, of calls that norm_usual.cu does not take: modulated, with a row gate,
+// with float32 weights or without weight, and short rows. Behind a matrix product a kernel finds none of its
+// instructions in a cache, so this one executes few. A thread has one vector, or few; weight and bias are prefetched;
+// and the launch overlaps the previous kernel.
 //
 // A row has the bits that forward_kernel.cuh gives it: vectors that one thread holds there may belong to several
 // threads here, which add their sums in the same order, through shared memory.
@@ -85,18 +85,14 @@ struct GatedFewRowsParams : FewRowsParams<scalar_t> {
       : FewRowsParams<scalar_t>(params, {}, vecs), row_gate(row_gate) {}
 };
 
-// A modulated call has segments, and perhaps a gate; a gated one has a RowGate.
-enum class FewRows { kPlain, kModulated, kGated };
-template <typename scalar_t, FewRows kKind>
-using FewRowsParamsOf =
-    std::conditional_t<kKind == FewRows::kGated, GatedFewRowsParams<scalar_t>, FewRowsParams<scalar_t>>;
+template <typename scalar_t, bool kGates>
+using FewRowsParamsOf = std::conditional_t<kGates, GatedFewRowsParams<scalar_t>, FewRowsParams<scalar_t>>;
 
 // kThreads: of the plan. A block has, for each group of kHeld of the plan's vectors v, the warps of the plan; a thread
-// holds the group's vectors. Rows of fewer than 32 threads share warps.
-template <typename scalar_t, int kThreads, int kHeld, FewRows kKind>
+// holds the group's vectors. Rows of fewer than 32 threads share warps. kGates: with a RowGate.
+template <typename scalar_t, int kThreads, int kHeld, bool kGates>
 __global__ void __launch_bounds__(kFewRowsBlock)
-    norm_forward_few_rows_kernel(const __grid_constant__ FewRowsParamsOf<scalar_t, kKind> params, float inverse_n) {
-  constexpr bool kModulates = kKind == FewRows::kModulated, kGates = kKind == FewRows::kGated;
+    norm_forward_few_rows_kernel(const __grid_constant__ FewRowsParamsOf<scalar_t, kGates> params, float inverse_n) {
   using Row = RowThreads<kThreads, 1, true>;
   constexpr int kVec = 16 / sizeof(scalar_t), kLanes = Row::kLanes, kWarps = Row::kWarps, kStep = kLanes * kVec;
   constexpr int kSpan = 32 * kWarps, kMostVecs = std::min(kFewRowsBlock / kSpan * kHeld, kMostFewRowsVecs);
@@ -141,7 +137,7 @@ __global__ void __launch_bounds__(kFewRowsBlock)
     for_each([&](int held, int col) { other_raw[held] = load_vec<scalar_t, kVec, true>(other + col); });
     if (has_sample) sample_other = load_vec<scalar_t, kVec, true>(other + sample_col);
   }
-  const int segment = kModulates ? static_cast<unsigned>(row) / static_cast<unsigned>(params.rows_of_segment) : 0;
+  const int segment = kGates ? 0 : static_cast<unsigned>(row) / static_cast<unsigned>(params.rows_of_segment);
   Words weight[kHeld], bias[kHeld];
   [[maybe_unused]] Words next_weight[kHeld];
   const auto of_type = [&](DType dtype, auto&& f) {
@@ -182,7 +178,7 @@ __global__ void __launch_bounds__(kFewRowsBlock)
       apply_gate(params.row_gate, other, values);
     } else {
       float others[kVec];
-      if (kModulates && params.gate) {
+      if (params.gate) {
         const scalar_t* gate = static_cast<const scalar_t*>(params.gate) + segment * params.gate_stride;
         unpack(load_vec<scalar_t, kVec, true>(gate + col), others);
 #pragma unroll
@@ -299,37 +295,26 @@ cudaError_t launch_few_rows(const KernelForwardParams& params, const Stage& stag
     static_assert(kByWarps<Plan> == (Plan::kThreads > 32), "the slices of warps");
     constexpr int kThreads = Plan::kThreads, kHeld = kFewRowsVecs<kThreads>;
     const int64_t vectors = params.rows * (params.hidden_size / Plan::kVec);
-    const auto launch = [&](auto* kernel, const auto& arguments, int threads) {
+    const auto launch = [&](auto* kernel, const auto& arguments) {
       constexpr int kRows = std::max(32 / kThreads, 1);
-      const OverlappedLaunch launch(dim3(static_cast<unsigned>((params.rows + kRows - 1) / kRows)), dim3(threads),
-                                    stream);
+      const OverlappedLaunch launch(dim3(static_cast<unsigned>((params.rows + kRows - 1) / kRows)),
+                                    dim3(few_rows_block<Plan, kHeld>()), stream);
       return cudaLaunchKernelEx(&launch.config, kernel, arguments, inverse_of<float>(params.hidden_size));
     };
     using Params = FewRowsParams<scalar_t>;
     if constexpr (kHasGate<Stage>) {
-      if constexpr (kMayGateFewRows<Plan>) {
-        if (vectors <= kGatedFewRowsVectors && params.segments <= 1 && Params::holds(params, {}))
-          return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kGated>,
-                        GatedFewRowsParams<scalar_t>(params, stage, Plan::kVecs), few_rows_block<Plan, kHeld>());
-      }
+      if (vectors <= kGatedFewRowsVectors && params.segments <= 1 && Params::holds(params, {}))
+        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, true>,
+                      GatedFewRowsParams<scalar_t>(params, stage, Plan::kVecs));
     } else {
       LoadStage load{};
       if constexpr (kHasLoad<Stage>) {
         if (!stage.residual) return cudaErrorNotSupported;
         load = stage;
       }
-      if (!Params::holds(params, load)) return cudaErrorNotSupported;
-      const Params arguments(params, load, Plan::kVecs);
-      if (params.segments > 1 || load.gate) {
-        if constexpr (kMayModulateFewRows<Plan>) {
-          if (vectors <= kFewRowsVectors)
-            return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kModulated>, arguments,
-                          few_rows_block<Plan, kHeld>());
-        }
-      } else if (vectors <= kFewRowsVectors) {
-        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, FewRows::kPlain>, arguments,
-                      few_rows_block<Plan, kHeld>());
-      }
+      if (vectors <= kFewRowsVectors && Params::holds(params, load))
+        return launch(norm_forward_few_rows_kernel<scalar_t, kThreads, kHeld, false>,
+                      Params(params, load, Plan::kVecs));
     }
   }
   return cudaErrorNotSupported;

@@ -136,9 +136,10 @@ constexpr int64_t kRunTimeFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
 constexpr int most_usual_threads(int held) { return held == 3 || held == 5 ? 256 : 512; }
 constexpr int most_quant_threads(int held) { return held > 5 ? 0 : held == 5 ? 768 : 1024; }
 
-// Usual calls that take the plans above: short rows, with fewer threads (RMSNorm 64 columns 131 us, 147 by a run-time
-// plan; LayerNorm 8 x 128 1.3 and 1.8), and 16-bit LayerNorm of 16384 columns (8 vectors by 256 threads 133 us, here
-// 140, or 134 by eight and 256, which take 4.3 us for 8 rows, not 3.2).
+// Sizes that norm_usual.cu takes. Others have the plans above, which are faster there: RMSNorm of less than 128 columns
+// (64: 131 us, by a run-time plan 147), LayerNorm of less than 256 (8 x 128: 1.3 us, 1.8), and 16-bit LayerNorm of
+// 12289 to 16384 (16384, by eight vectors and 256 threads: 133 us; run-time plans: 140, or 134 by that plan, but
+// then 4.3 us, not 3.2, with 8 rows).
 constexpr bool is_usual_size(int64_t hidden_size, int element_bytes, bool is_rms_norm) {
   if (is_rms_norm) return hidden_size >= 128;
   return hidden_size >= 256 && (element_bytes > 2 || hidden_size <= 12288 || hidden_size > 16384);
@@ -208,7 +209,8 @@ constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
 
 // Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
 // has at most eight warps, for each warp executes about 300 instructions, however little it holds. With more than
-// kFewRowsVectors vectors in all, throughput decides.
+// kFewRowsVectors vectors in all, throughput decides. Plans of 256 threads have the kernel for many rows only (1 x 8192
+// with a modulation: 3.6 us, here 4.1).
 template <int kThreads>
 constexpr int kFewRowsVecs = kThreads <= 64 ? 1 : kThreads / 64;
 constexpr int kMostFewRowsVecs = 9;  // of a plan
@@ -220,14 +222,9 @@ constexpr int few_rows_block() {
 }
 template <typename scalar_t, typename Plan>
 constexpr bool kMayBeFewRows =
-    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 256 &&
+    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 128 &&
     Plan::kVecs <= kMostFewRowsVecs && few_rows_block<Plan, kFewRowsVecs<Plan::kThreads>>() <= kFewRowsBlock;
-// With 256 threads the kernel for many rows takes less time (1 x 8192: 3.6 us, 4.1); rows of few threads are rare.
-template <typename Plan>
-constexpr bool kMayModulateFewRows = Plan::kThreads >= 16 && Plan::kThreads <= 128;
 // With a row gate, for fewer vectors (H200, 512 x 1024: 3.6 us, 4.6 by the kernel for many rows; 512 x 1152: 5.0, 4.6).
-template <typename Plan>
-constexpr bool kMayGateFewRows = Plan::kThreads <= 128;
 constexpr int64_t kGatedFewRowsVectors = kFewRowsVectors / 2;
 
 // With segments, a group of threads iterates over so many adjacent rows if every SM still has enough work: the weight

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
 
 template <typename scalar_t, bool kIsRms>
 cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
-  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows, 2, most_usual_threads);
+  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows, 1, most_usual_threads);
   const UsualParams arguments{params.x,
                               stage.residual,
                               params.weight,
