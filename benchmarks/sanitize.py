@@ -74,8 +74,7 @@ def lengths(kind, light=False):
 
 
 def few_rows_vectors(light):
-    """kFewRowsVectors of csrc/cuda/launch_plan.h: up to so many vectors forward has few rows, up to twice as many (with
-    a residual four times) more, for which the same kernels hold more vectors a thread."""
+    """kFewRowsVectors of csrc/cuda/launch_plan.h: up to so many vectors forward has few rows."""
     text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
     (found,) = re.findall(r"kFewRowsVectors = \(kForRacecheck \? (\d+) : (\d+)\) \* 1024", text)
     return 1024 * int(found[not light])
