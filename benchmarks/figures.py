@@ -32,19 +32,15 @@ def read(folder, pattern):
 
 
 def whole_models(folder, pattern):
-    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}}. Those of a mode are of one card, that
-    of its newest record. A model comes from the newest run that has its figures, for all providers, as they are
-    compared within one run."""
-    records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
-    gpus = {entry["mode"]: record["meta"]["gpu"] for record in records for entry in record["results"]}
+    """{(model, mode), or (model, mode, tokens) for inference: {provider: entry}}, each from the newest run that has its
+    figures, for all providers, as they are compared within one run. entry["gpu"]: the card."""
     found = {}
-    for record in records:
+    for record in sorted(read(folder, pattern), key=lambda record: record["meta"]["date"]):
         runs = {}
         for entry in record["results"]:
-            if gpus[entry["mode"]] == record["meta"]["gpu"]:
-                is_training = entry["mode"] in ("eager", "compile")
-                key = (entry["model"], entry["mode"], *(() if is_training else (entry["tokens"],)))
-                runs.setdefault(key, {})[entry["provider"]] = entry
+            is_training = entry["mode"] in ("eager", "compile")
+            key = (entry["model"], entry["mode"], *(() if is_training else (entry["tokens"],)))
+            runs.setdefault(key, {})[entry["provider"]] = entry | {"gpu": record["meta"]["gpu"]}
         found |= {key: run for key, run in runs.items() if run["torch"]["ms"] and run["replaced"]["ms"]}
     return found
 
@@ -224,18 +220,6 @@ def quant_rows(record):
         yield row
 
 
-def block_rows(record):
-    results = {r["provider"]: r for r in record["results"]}
-    for provider, name in (
-        ("torch", "transformers' classes"),
-        ("replaced", "`replace_norms`"),
-        ("fused", "fused calls"),
-    ):
-        r = results[provider]
-        yield [name, f"{r['ms']:.1f}", f"{results['torch']['ms'] / r['ms']:.2f}", f"{100 * r['spread']:.1f}%",
-               str(r["peak_mib"])]  # fmt: skip
-
-
 def gain(run, provider):
     """torch's time of a step / the provider's, and the larger spread of the two; None without figures."""
     torch, other = run.get("torch"), run.get(provider)
@@ -252,27 +236,33 @@ def said(found):
     return f"{ratio:.2f}" if spread < min(abs(ratio - 1), 0.1) else f"({ratio:.2f})"
 
 
+def cards(models, key):
+    """The cards of a model's eager and compiled steps: H100, or H100/H200."""
+    found = (models.get((key, mode), {}).get("torch", {}).get("gpu", "-") for mode in ("eager", "compile"))
+    return "/".join(dict.fromkeys(name.removeprefix("NVIDIA ").split()[0] for name in found))
+
+
 def model_rows(models):
     """The table of README.md."""
     for key, name in MODELS.items():
-        yield [name, *(said(gain(models.get((key, mode), {}), provider))
-                       for mode in ("eager", "compile") for provider in ("replaced", "fused"))]  # fmt: skip
+        said_of = [said(gain(models.get((key, mode), {}), provider)) for mode in ("eager", "compile")
+                   for provider in ("replaced", "fused")]  # fmt: skip
+        yield [name, cards(models, key), *said_of]
 
 
 def model_details(models):
     """The table of benchmarks/records.md: also the spread, and GPU time of the kernels of norms and adds."""
     for key, name in MODELS.items():
-        row = [name]
         for mode in ("eager", "compile"):
-            run = models.get((key, mode), {})
-            for provider in ("replaced", "fused", "liger"):
+            run, row = models.get((key, mode), {}), [f"{name}, {mode}"]
+            for provider in ("replaced", "fused", "liger", "quack"):
                 found = gain(run, provider)
                 if found is None:
                     row.append("-")
                     continue
                 on_gpu = run[provider]["norm_us"] / run["torch"]["norm_us"]
                 row.append(f"{said(found)} / {100 * found[1]:.1f}% / {on_gpu:.2f}")
-        yield row
+            yield row
 
 
 def inference_rows(models):
@@ -312,7 +302,7 @@ def build_rows(records):
 # page, how its table begins, the records, how they are read, the rows
 TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
-    ("benchmarks/records.md", "| model | eager", "models_*.json", whole_models, model_details),
+    ("benchmarks/records.md", "| model, mode |", "models_*.json", whole_models, model_details),
     ("benchmarks/records.md", "| model | 1 token", "models_*.json", whole_models, inference_rows),
     ("benchmarks/records.md", "| hidden size | forward bf16", "peers_*.json", peers, peer_rows),
     ("benchmarks/records.md", "| hidden size | bf16 forward", "peers_*.json", peers, sweep_rows),
@@ -322,7 +312,6 @@ TABLES = (
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
     ("docs/fusions.md", "| columns | one given scale |", "quant_*.json", newest, quant_rows),
-    ("docs/fusions.md", "| norms of the blocks |", "qwen3_next_*.json", newest, block_rows),
     ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", newest, add_rows),
 )
 

@@ -56,8 +56,7 @@ def test_table_of_builds(tmp_path):
 
 
 def test_tables(tmp_path):
-    """noise is in brackets; a model that a run had no time for comes from an earlier run on that card; another mode may
-    be of another card"""
+    """noise is in brackets; what a run had no time for comes from an earlier run, perhaps on another card"""
 
     def record(date, gpu, *steps, mode="eager", tokens=1024):
         of_run = {"mode": mode, "tokens": tokens}
@@ -70,7 +69,7 @@ def test_tables(tmp_path):
         (tmp_path / f"models_{date}.json").write_text(json.dumps({"meta": meta, "results": results}))
 
     none = (None, None)
-    record("1", "old", ("vit_1024", (30.0, 0.01), (10.0, 0.01), (10.0, 0.01)))
+    record("1", "NVIDIA old 80GB", ("vit_1024", (30.0, 0.01), (10.0, 0.01), (10.0, 0.01)))
     gpt_768, gpt_1600 = ((11.0, 0.04), (10.0, 0.01), (10.5, 0.05)), ((9.0, 0.01), (9.0, 0.01), none)
     record("2", "new", ("gpt_768", *gpt_768), ("gpt_1600", *gpt_1600))
     record("3", "new", ("dit_1152", (20.0, 0.01), (10.0, 0.2), (16.0, 0.09)), ("gpt_1600", (5.0, 0.01), none, none))
@@ -79,14 +78,16 @@ def test_tables(tmp_path):
     figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
     models = figures["whole_models"](tmp_path, "models_*.json")
     rows = {row[0]: row[1:] for row in figures["model_rows"](models)}
-    assert rows["GPT 768"] == ["1.10", "(1.05)", "-", "-"]  # 5% of spread
-    assert rows["DiT 1152"] == ["(2.00)", "1.25", "-", "-"]  # 20% of spread: the step waits for the host
-    assert rows["GPT 1600"] == ["(1.00)", "-", "-", "-"]
-    assert rows["ViT 1024"] == ["-", "-", "-", "-"]
+    assert rows["GPT 768"] == ["new/-", "1.10", "(1.05)", "-", "-"]  # 5% of spread
+    assert rows["DiT 1152"] == ["new/-", "(2.00)", "1.25", "-", "-"]  # 20% of spread: the step waits for the host
+    assert rows["GPT 1600"] == ["new/-", "(1.00)", "-", "-", "-"]
+    assert rows["ViT 1024"] == ["old/-", "3.00", "3.00", "-", "-"]
+    assert rows["BERT 1024, post-norm"] == ["-", "-", "-", "-", "-"]
     details = {row[0]: row[1:] for row in figures["model_details"](models)}
-    assert details["GPT 768"][:3] == ["1.10 / 4.0% / 0.91", "(1.05) / 5.0% / 0.95", "-"]
+    assert details["GPT 768, eager"] == ["1.10 / 4.0% / 0.91", "(1.05) / 5.0% / 0.95", "-", "-"]
+    assert details["GPT 768, compile"] == ["-"] * 4
     assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "2.00", "1.50"]]
     record("6", "another", ("gpt_768", (6.0, 0.01), (5.0, 0.01), none), mode="graph-infer", tokens=1)
     models = figures["whole_models"](tmp_path, "models_*.json")
     assert {row[0]: row[1:] for row in figures["model_rows"](models)} == rows
-    assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "1.20", "-"]]
+    assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "1.20", "1.50"]]
