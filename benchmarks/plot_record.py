@@ -1,7 +1,8 @@
 """Draws a record: `python benchmarks/plot_record.py RECORD.json`, or `python test_benchmark.py --plot RECORD.json`.
 
 Beside the record, for each op: the fraction of the roof against the hidden size (x of 256 MiB and more); for each op
-and dtype: the launch-bound shapes, in GPU time and in time of the host.
+and dtype: the launch-bound shapes, in GPU time and in time of the host. `plot_record.py FOLDER` draws the training
+steps of the newest models_*.json in FOLDER as FOLDER/models.png.
 """
 
 import sys
@@ -15,6 +16,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from compare import read_record  # noqa: E402
+from figures import MODELS, cards, gain, whole_models  # noqa: E402
 
 from test_benchmark import (  # noqa: E402
     DIRECTIONS,
@@ -29,15 +31,16 @@ from test_benchmark import (  # noqa: E402
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the markers tell the lines apart without any colour.
 STYLES = {
     "fused": ("#0072B2", "o"),
+    "replaced": ("#56B4E9", "*"),
     "torch": ("#000000", "s"),
     "compile": ("#E69F00", "^"),
     "liger": ("#009E73", "v"),
     "quack": ("#D55E00", "D"),
     "flash_attn": ("#CC79A7", "P"),
     "apex": ("#999999", "X"),
-    "apex_fast": ("#56B4E9", "<"),
+    "apex_fast": ("#F0E442", "<"),
 }
-OTHER = ("#F0E442", ".")  # a provider that was added since
+OTHER = ("#444444", ".")  # a provider that was added since
 ROOF = {"forward": "of a copy", "backward": "of 2 reads, 1 write"}
 
 
@@ -151,7 +154,41 @@ def small_figure(results):
     return figure
 
 
+def plot_models(folder):
+    """A panel for each mode: torch's time of a step / the provider's, with half of the spread of the repeats on each
+    side."""
+    models, providers = whole_models(folder, "models_*.json"), ("replaced", "fused", "liger", "quack")
+    names = [key for key in MODELS if (key, "eager") in models or (key, "compile") in models]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 1 + 0.6 * len(names)), sharey=True, layout="constrained")
+    for mode, axes in zip(("eager", "compile"), panels):  # noqa: B905
+        for k, provider in enumerate(providers):
+            bars = {i: found for i, key in enumerate(names) if (found := gain(models.get((key, mode), {}), provider))}
+            axes.barh(
+                [i + 0.2 * (k - 1.5) for i in bars],
+                [ratio - 1 for ratio, _ in bars.values()],
+                0.2,
+                left=1,
+                xerr=[ratio * spread / 2 for ratio, spread in bars.values()],
+                error_kw={"elinewidth": 0.8, "ecolor": "#555555"},
+                color=STYLES[provider][0],
+                label=provider,
+            )
+        axes.axvline(1, color="#888888", linewidth=1)
+        axes.set_yticks(range(len(names)), [f"{MODELS[key]}\n{cards(models, key)}" for key in names])
+        axes.grid(axis="x", color="#eeeeee")
+        axes.set_axisbelow(True)
+        axes.set_title(mode)
+        axes.set_xlabel("torch's time / the provider's")
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle("training steps in bf16")
+    written = Path(folder) / "models.png"
+    figure.savefig(written, dpi=150)
+    plt.close(figure)
+    yield written
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        for written in plot_record(argument):
+        for written in (plot_models if Path(argument).is_dir() else plot_record)(argument):
             print(f"wrote {written}")

@@ -22,6 +22,8 @@
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
 # and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
+# peers and models may be restricted, so that several cards share them:
+#   PARTS="warm_peers=bf16 peers=bf16 / warm_peers=fp32 peers=fp32 / models=gpt_768,vit_1024" benchmarks/record.sh FOLDER
 # CARDS=0,1: the processes of tests, fuzz, sanitizer and racecheck take turns with these cards, instead of their row's. On two
 # H100 and 32 cores: tests of values 155 s by 28 workers, test_inductor.py 190 s by 24, test_reported_failures.py 75 s; sanitizer
 # 200 s almost alone, more than 280 s beside fuzz and racecheck; racecheck 270 s alone, by 24 processes; 17,000 random cases 200 s.
@@ -43,7 +45,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVI
   --direction forward,backward,call_no_grad,step --providers fused,torch,compile --rounds 10}"
 RESIDUAL="--op add_layer_norm,add_rms_norm --dtype bf16 --shapes 131072x1024,65536x2048,32768x4096,16384x8192,4096x8192 \
   --direction forward,backward --providers all --rounds 4"
-PEERS="--op layer_norm,rms_norm --dtype bf16,fp16,fp32 --shapes small,sweep,huge,narrow --direction forward,backward \
+PEERS="--op layer_norm,rms_norm --shapes small,sweep,huge,narrow --direction forward,backward \
   --providers all --rounds 5"
 FUSIONS="--hidden 1024 1152 1536 4096 8192 --dtype bf16 --compiled 4096"
 GATED="--record gated --only gated_rms_norm --hidden 64 128 256 1024 1536 2048 4096 5120 8192 16384 --dtype bf16 --compiled 128 4096"
@@ -156,14 +158,14 @@ part_warm() { # a run itself says who fails
 
 part_warm_peers() {
   # shellcheck disable=SC2086
-  within "$1" python3 test_benchmark.py $PEERS --warm "$(nproc)"
+  within "$1" python3 test_benchmark.py $PEERS --dtype "${OF:-bf16,fp16,fp32}" --warm "$(nproc)"
 }
 
 part_peers() {
   local record
-  record=$out/peers_$(date +%Y%m%d_%H%M%S).json
+  record=$out/peers_${OF:+${OF//,/_}_}$(date +%Y%m%d_%H%M%S).json
   # shellcheck disable=SC2086
-  within "$1" python3 test_benchmark.py $PEERS --json "$record" || return 1
+  within "$1" python3 test_benchmark.py $PEERS --dtype "${OF:-bf16,fp16,fp32}" --json "$record" || return 1
   python3 test_benchmark.py --plot "$record" || true # without matplotlib: elsewhere, later
 }
 
@@ -198,7 +200,8 @@ part_quant() {
 
 part_models() {
   # shellcheck disable=SC2086
-  within "$1" python3 benchmarks/models.py "$out" --seconds "$(seconds_or_inf $(($1 * 4 / 5)))" ${MODELS:-}
+  within "$1" python3 benchmarks/models.py "$out" --seconds "$(seconds_or_inf $(($1 * 4 / 5)))" ${MODELS:-} \
+    ${OF:+--models ${OF//,/ } --record "models_${OF//,/_}"}
 }
 
 build_for_racecheck() {
@@ -207,15 +210,16 @@ build_for_racecheck() {
 }
 
 row() { # its number, the card, its cores, parts
-  local number=$1 item name limit started status
+  local number=$1 item name limit OF started status
   export CUDA_VISIBLE_DEVICES=$2
   if ((rows > 1)); then taskset -cp "$3" $BASHPID > /dev/null; fi
   shift 3
   for item; do
-    name=${item%%:*} limit=0 started=$SECONDS
+    name=${item%%[:=]*} limit=0 started=$SECONDS OF=
     if [[ $item == *:* ]]; then limit=${item#*:}; fi
+    if [[ $item == *=* ]]; then OF=${item#*=} OF=${OF%%:*}; fi
     set +e # and not as a condition, in which bash goes on behind what fails
-    (set -e; "part_$name" "$limit") > "$out/$name.log" 2>&1
+    (set -e; "part_$name" "$limit") > "$out/${item%%:*}.log" 2>&1
     status=$?
     set -e
     if ((status)); then echo "$name" >> "$work/failed"; fi

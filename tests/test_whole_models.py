@@ -91,3 +91,24 @@ def test_tables(tmp_path):
     models = figures["whole_models"](tmp_path, "models_*.json")
     assert {row[0]: row[1:] for row in figures["model_rows"](models)} == rows
     assert list(figures["inference_rows"](models)) == [["GPT 768", "-", "-", "-", "-", "1.20", "1.50"]]
+
+
+PLOT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from plot_record import plot_models
+print(*plot_models(sys.argv[2]))
+"""
+
+
+def test_plot_of_models(tmp_path):
+    """without figures of a mode, or of a provider"""
+    pytest.importorskip("matplotlib")
+    times = {"torch": 2.0, "replaced": 1.0, "liger": None}
+    of_run = {"model": "gpt_768", "mode": "eager", "tokens": 8, "spread": 0.1}
+    results = [of_run | {"provider": provider, "ms": ms} for provider, ms in times.items()]
+    record = {"meta": {"date": "1", "gpu": "NVIDIA new"}, "results": results}
+    (tmp_path / "models_1.json").write_text(json.dumps(record))
+    done = run_code(PLOT, ROOT / "benchmarks", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
