@@ -265,6 +265,23 @@ def model_details(models):
             yield row
 
 
+def bound_rows(models):
+    """The table of benchmarks/records.md of what norms can gain: torch's GPU time of a step / the same without the
+    kernels of norms, and with the provider's."""
+    for key, name in MODELS.items():
+        row = [name]
+        for mode in ("eager", "compile"):
+            run = models.get((key, mode), {})
+            torch = run.get("torch")
+            if not torch or not torch["gpu_ms"]:
+                row += ["-"] * 3
+                continue
+            others = torch["gpu_ms"] - torch["norm_us"] / 1e3
+            norms = (0, *(run[provider]["norm_us"] / 1e3 for provider in ("replaced", "fused")))
+            row += [f"{torch['gpu_ms'] / (others + ms):.3f}" for ms in norms]
+        yield row
+
+
 def inference_rows(models):
     """The table of benchmarks/records.md of inference after replace_norms."""
     for key, name in MODELS.items():
@@ -303,6 +320,7 @@ def build_rows(records):
 TABLES = (
     ("README.md", "| training step", "models_*.json", whole_models, model_rows),
     ("benchmarks/records.md", "| model, mode |", "models_*.json", whole_models, model_details),
+    ("benchmarks/records.md", "| step | eager: no norms", "models_*.json", whole_models, bound_rows),
     ("benchmarks/records.md", "| model | 1 token", "models_*.json", whole_models, inference_rows),
     ("benchmarks/records.md", "| hidden size | forward bf16", "peers_*.json", peers, peer_rows),
     ("benchmarks/records.md", "| hidden size | bf16 forward", "peers_*.json", peers, sweep_rows),

@@ -272,8 +272,8 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
         self.call, self.loss = self.model, None
         if mode.startswith(("compile", "graph")):
-            # fullgraph: a norm that breaks the graph (quack's LayerNorm) raises. Without it Dynamo skips Model.forward
-            # from then on, and all providers run in eager mode
+            # fullgraph: a norm that breaks the graph raises. Otherwise Dynamo would skip Model.forward from then on,
+            # for the other providers too
             self.call = torch.compile(
                 self.model, fullgraph=True, dynamic=False, mode="reduce-overhead" if mode.startswith("graph") else None
             )

@@ -96,19 +96,22 @@ def test_tables(tmp_path):
 PLOT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from plot_record import plot_models
-print(*plot_models(sys.argv[2]))
+import plot_record
+bars = lambda axes: [round(float(bar.get_width()), 3) for bar in axes.patches]
+plot_record.plt.close = lambda figure: print([*map(bars, figure.axes)])
+list(plot_record.plot_models(sys.argv[2]))
 """
 
 
 def test_plot_of_models(tmp_path):
-    """without figures of a mode, or of a provider"""
+    """a bar for each provider that has figures, from 1 to torch's time / its own"""
     pytest.importorskip("matplotlib")
-    times = {"torch": 2.0, "replaced": 1.0, "liger": None}
+    times = {"torch": 2.0, "replaced": 1.0, "fused": 1.6, "liger": None, "quack": 4.0}
     of_run = {"model": "gpt_768", "mode": "eager", "tokens": 8, "spread": 0.1}
     results = [of_run | {"provider": provider, "ms": ms} for provider, ms in times.items()]
     record = {"meta": {"date": "1", "gpu": "NVIDIA new"}, "results": results}
     (tmp_path / "models_1.json").write_text(json.dumps(record))
     done = run_code(PLOT, ROOT / "benchmarks", tmp_path)
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[1.0, 0.25, -0.5], []]  # eager, compiled
     assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
