@@ -952,11 +952,12 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   call.running = partial_sums<Plan>(params, residence);
   if (call.running == 0 || !call.launches) return cudaSuccess;
   FusedArguments arguments = fused_arguments<scalar_t>(params, stages);
-  arguments.depth = residence.depth;
+  const int64_t bytes = Plan::kRows * params.hidden_size * tensors * static_cast<int64_t>(sizeof(scalar_t));
+  arguments.depth = bytes > kMostThirdSlot<Plan> ? 2 : residence.depth;
   arguments.slot_bytes = slot_bytes;
   const int64_t clusters = params.interleaves ? call.running / Plan::kRows : call.running;
   const ClusterLaunch persistent(clusters * cluster, kFusedThreads<Plan>,
-                                 residence.depth * slot_bytes + kKeptBytes<scalar_t, Plan, family>, cluster,
+                                 arguments.depth * slot_bytes + kKeptBytes<scalar_t, Plan, family>, cluster,
                                  call.stream);
   return cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, Plan, family>, params, arguments);
 }

@@ -68,15 +68,17 @@ struct RowStaging {
     return memory + past;
   }
 
-  // A vector that may straddle two words; of the last vector only the first `count` elements exist.
+  // A vector that may straddle two words; of the last vector only the first `count` elements exist. Packed by an
+  // instruction: packed by moves, fp16 elements kept a register each, which took twice the registers (H100, 12345
+  // columns: 0.72 of the copy, bf16 0.93).
   template <int kVec>
   __device__ RawVec<T, kVec> get(unsigned at, int count) const {
+    static_assert(kVec == 2 && sizeof(T) == 2);
+    const unsigned low = count > 0 ? load_shared<unsigned short>(at) : 0u;
+    const unsigned high = count > 1 ? load_shared<unsigned short>(at + 2) : 0u;
+    const unsigned word = __byte_perm(low, high, 0x5410);
     RawVec<T, kVec> raw;
-    T elements[kVec] = {};
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) elements[i] = load_shared<T>(at + i * static_cast<int>(sizeof(T)));
-    memcpy(&raw, elements, sizeof(raw));
+    memcpy(&raw, &word, sizeof(raw));
     return raw;
   }
   template <int kVec>

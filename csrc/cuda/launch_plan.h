@@ -188,16 +188,16 @@ constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads 
 enum class Fuses { kNothing, kLoad, kEpilogue, kGate };
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
-  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16, is_fp16 = x_dtype == DType::kFloat16;
+  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
   const bool adds = fuses == Fuses::kLoad || fuses == Fuses::kGate;
   const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (whole && Plan::kVecs == 3 && fuses != Fuses::kGate);
   int threads = 1024;
-  if (kManyTiles<Plan> || (is_fp16 && Plan::kVecs > 20)) {
+  if (kManyTiles<Plan>) {
     threads = 512;
   } else if (whole && Plan::kVecs > 6) {
     const bool is_fp32 = dtype_bytes(x_dtype) == 4 && !adds;
     threads = Plan::kVecs % 2 == 1 ? 640 : is_fp32 && Plan::kThreads > 256 ? 1024 : is_fp32 || needs_few ? 768 : 512;
-  } else if (whole ? Plan::kVecs > 4 || !needs_few : is_fp16 && Plan::kVecs >= 16) {
+  } else if (whole && (Plan::kVecs > 4 || !needs_few)) {
     threads = 768;
   }
   // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments: 3 to 7% faster)
@@ -384,17 +384,22 @@ struct GateGradLadder<float> {
                       BackwardPlan<256, 2, 4, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
 };
 
-// With a row gate, whose activation is a third of the instructions: eight elements a thread, for more warps, and few
-// empty slots. As two vectors of four from 2048 columns on, where threads that take turns as producer hold up the rest
-// (H200, bf16, silu: 2048 by one vector and 512 threads 0.84 of the copy, with a producer 1.00; 4096 0.76, 0.93; 8192
-// 0.71, 0.87; on an H100, whose memory is slower, all were at 0.97 or more).
+// With a row gate, whose activation is a third of the instructions. Up to 2048 columns eight elements a thread, for
+// more warps (two vectors of four at 2048, where warps that take turns as producer hold up the rest). Longer rows by
+// clusters with several rows at once, so that a warp seldom waits for the sums of another block. Empty slots cost their
+// share of the time. H200, bf16, silu, part of the copy, before (one row a block of up to 512 threads, or a cluster of
+// these) and by these plans: 768 0.78, 0.99; 1280 0.80, 0.99; 2560 0.74, 0.97; 3072 0.85, 0.97; 5120 0.70, 0.98; 8192
+// 0.86, 0.97; 10240 0.62, 0.96; 16384 0.79, 0.94. 64 columns (0.85) are short of warps: three blocks an SM leave 80
+// registers and spill.
 template <typename scalar_t>
 struct RowGateGradLadder {
   using type =
       Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 2>,
-             BackwardPlan<64, 1, 8, 6, 1>, BackwardPlan<128, 1, 8, 3, 1>, BackwardPlan<192, 1, 8, 2, 1>,
-             BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<384, 2, 4, 1, 1>, BackwardPlan<512, 2, 4, 1, 1>,
-             BackwardPlan<320, 2, 4, 1, 1, 2>, BackwardPlan<384, 2, 4, 1, 1, 2>, BackwardPlan<512, 2, 4, 1, 1, 16>>;
+             BackwardPlan<64, 1, 8, 6, 1>, BackwardPlan<96, 1, 8, 5, 1>, BackwardPlan<128, 1, 8, 3, 1>,
+             BackwardPlan<160, 1, 8, 3, 1>, BackwardPlan<192, 1, 8, 2, 1>, BackwardPlan<256, 2, 4, 2, 1>,
+             BackwardPlan<160, 2, 4, 4, 1, 2>, BackwardPlan<192, 2, 4, 4, 1, 2>, BackwardPlan<128, 2, 8, 4, 1, 2>,
+             BackwardPlan<320, 2, 4, 2, 1, 2>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<128, 2, 8, 3, 1, 4>,
+             BackwardPlan<160, 2, 8, 3, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
 };
 template <>
 struct RowGateGradLadder<float> {
@@ -484,11 +489,14 @@ template <typename Plan>
 constexpr bool kMayInterleave = !Plan::kClusters && Plan::kVecs * Plan::kVec <= 16;
 constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segments
 
-// Slots of the ring. More gained nothing once rows kept their alignment in shared memory.
+// Slots of the ring. More gained nothing once rows kept their alignment in shared memory. With two blocks an SM a ring
+// of more than about 64 KiB an SM loses (H200, bf16, RMSNorm, by two and three slots of these bytes: 384 columns, 11
+// KB, 226 and 197 us; 512, 14 KB, 200 and 208; with a residual 384, 16 KB, 334 and 348; with a row gate 64 to 256 gain
+// 3 to 6%).
 template <typename Plan>
-constexpr int kFusedDepth = Plan::kOneBehind          ? 4
-                            : Plan::kBlocksPerSm == 2 ? 2
-                                                      : 3;
+constexpr int kFusedDepth = Plan::kOneBehind ? 4 : 3;
+template <typename Plan>
+constexpr int64_t kMostThirdSlot = Plan::kBlocksPerSm == 2 && !Plan::kOneBehind ? 12 * 1024 : INT64_MAX;  // bytes
 
 // Strategy "split": in one launch, blocks of rows write grad_input and blocks of columns sum the weight gradients. It
 // reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for problems that fit into
