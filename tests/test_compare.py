@@ -1,4 +1,4 @@
-"""benchmarks/compare.py, on made-up records of the three kinds."""
+"""benchmarks/compare.py, on made-up records of the three kinds, and benchmarks/counters.py on made-up output of ncu."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import compare  # noqa: E402
+import counters  # noqa: E402
 
 import test_benchmark  # noqa: E402
 
@@ -130,3 +131,28 @@ def test_a_record_that_cannot_be_written_is_told_before_anything_is_timed(tmp_pa
     with pytest.raises(SystemExit, match="2"):
         test_benchmark.parse_arguments([option, str(tmp_path / "file" / "there" / "run.json")])
     assert f"{option}: " in capsys.readouterr().err
+
+
+NCU = '''==PROF== Connected to process 1
+"ID","Process ID","Kernel Name",{names}
+"","",""{units}
+"0","1","first_kernel<float>(Params)","1,000.5","100","50","80","50","32"
+"1","1","second_kernel(Params)","3,001.5","0","50","40","10","16"
+'''
+
+
+def test_counters_of_several_kernels():
+    """benchmarks/counters.py: sums of times and bytes; shares and warps weighted by time"""
+    names = ",".join(f'"{counter}"' for counter, _ in counters.COUNTERS.values())
+    found = counters.totals(NCU.format(names=names, units=',"x"' * len(counters.COUNTERS)))
+    assert found["kernels"] == ["first_kernel<float>", "second_kernel"]
+    assert (found["read"], found["written"], found["us"]) == (100, 100, pytest.approx(4.002))
+    weight = 1000.5 / 4002
+    assert found["memory"] == pytest.approx(weight * 0.8 + (1 - weight) * 0.4)
+    assert found["issue"] == pytest.approx(weight * 0.5 + (1 - weight) * 0.1)
+    assert found["warps"] == pytest.approx(weight * 32 + (1 - weight) * 16)
+    with pytest.raises(ValueError, match="no counters"):
+        counters.totals("==ERROR== no counters")
+    rows, columns = 1 << 21, 64
+    assert counters.bytes_of(("layer_norm", "bf16", rows, columns, "forward")) == 2 * 2 * rows * columns
+    assert counters.bytes_of(("gated_rms_norm", "bf16", rows, columns, "backward")) == 5 * 2 * rows * columns

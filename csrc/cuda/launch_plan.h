@@ -79,13 +79,13 @@ struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
 };
 
-// With a load stage: the plans above for rows of 256 elements or more, one block a row. With two or eight vectors a
-// thread, or cache hints: within 2%, or slower.
+// With a load stage. With two or eight vectors a thread, or cache hints: within 2%, or slower.
 template <typename scalar_t>
 struct LoadLadder {
-  using type = Ladder<RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>, RowPlan<32, 3, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
-                      RowPlan<256, 3, 8>, RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>,
+                      RowPlan<32, 3, 8>, RowPlan<32, 4, 8>, RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>,
+                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<256, 3, 8>, RowPlan<256, 4, 8>,
+                      RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
 struct LoadLadder<float> {
@@ -94,28 +94,29 @@ struct LoadLadder<float> {
                       RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread, and
-// no empty slots (10% at 1024, up to 25% at 1152 and 2560). Dropout and each activation have straight-line code
-// (EpilogueRow): with a branch for each vector, instruction fetch stalls cost 3 to 10%. fp32 weights beside 16-bit x
-// branch: a quarter to a third less time to compile, gelu 1 to 5% slower.
+// With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread,
+// four up to 128 columns, and no empty slots (10% at 1024, up to 25% at 1152 and 2560). Dropout and each activation
+// have straight-line code (EpilogueRow): with a branch for each vector, instruction fetch stalls cost 3 to 10%. fp32
+// weights beside 16-bit x branch: a quarter to a third less time to compile, gelu 1 to 5% slower.
 template <typename scalar_t>
 struct EpilogueLadder {
-  using type =
-      Ladder<RowPlan<4, 8, 8>, RowPlan<8, 6, 8>, RowPlan<8, 8, 8>, RowPlan<16, 6, 8>, RowPlan<16, 8, 8>,
-             RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<32, 6, 8>, RowPlan<32, 7, 8>, RowPlan<32, 8, 8>,
-             RowPlan<64, 5, 8>, RowPlan<64, 6, 8>, RowPlan<64, 7, 8>, RowPlan<64, 8, 8>, RowPlan<128, 5, 8>,
-             RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<128, 8, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
+  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<4, 8, 8>, RowPlan<8, 6, 8>, RowPlan<8, 8, 8>,
+                      RowPlan<16, 6, 8>, RowPlan<16, 8, 8>, RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<32, 6, 8>,
+                      RowPlan<32, 7, 8>, RowPlan<32, 8, 8>, RowPlan<64, 5, 8>, RowPlan<64, 6, 8>, RowPlan<64, 7, 8>,
+                      RowPlan<64, 8, 8>, RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<128, 8, 8>,
+                      RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
 struct EpilogueLadder<float> : LoadLadder<float> {};
 
 // With a row gate, which a thread holds in registers beside x. Empty slots cost time here too (H200, bf16, plans of
-// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76).
+// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76; 1280 0.87, by five 1.02). Six
+// vectors and 256 threads: 12288 8% shorter, 10240 6% longer.
 template <typename scalar_t>
 struct GateLadder {
   using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>, RowPlan<128, 4, 8>, RowPlan<128, 5, 8>,
-                      RowPlan<256, 4, 8>, RowPlan<256, 8, 8>>;
+                      RowPlan<32, 5, 8>, RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<64, 5, 8>, RowPlan<128, 3, 8>,
+                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<256, 4, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
 struct GateLadder<float> {
@@ -148,18 +149,19 @@ constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale:
 
 // Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
 // elements each, because the cost per row is a third of the time; 20 slots, so that one element more than a power of
-// two does not take twice the threads.
+// two does not take twice the threads. In clusters two blocks an SM (H200, 20001 columns, the copy takes 133 us: by 512
+// and 256 threads bf16 649 and 412, fp32 334 and 249).
 template <typename scalar_t>
 struct RaggedForwardLadder {
   using type = Ladder<RowPlan<2, 20, 2>, RowPlan<4, 20, 2>, RowPlan<8, 20, 2>, RowPlan<16, 20, 2>, RowPlan<32, 20, 2>,
                       RowPlan<64, 20, 2>, RowPlan<128, 20, 2>, RowPlan<256, 20, 2>, RowPlan<256, 28, 2>,
-                      RowPlan<512, 16, 2>, RowPlan<512, 16, 2, 16>>;
+                      RowPlan<512, 16, 2>, RowPlan<256, 20, 2, 16>>;
 };
 template <>
 struct RaggedForwardLadder<float> {
   using type = Ladder<RowPlan<4, 20, 1>, RowPlan<8, 20, 1>, RowPlan<16, 20, 1>, RowPlan<32, 20, 1>, RowPlan<64, 20, 1>,
                       RowPlan<128, 20, 1>, RowPlan<256, 20, 1>, RowPlan<512, 20, 1>, RowPlan<512, 32, 1>,
-                      RowPlan<512, 32, 1, 16>>;
+                      RowPlan<256, 20, 1, 16>>;
 };
 template <>
 struct RaggedForwardLadder<double> : ForwardLadder<double> {};
@@ -210,7 +212,7 @@ constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
 // Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
 // has at most eight warps, for each warp executes about 300 instructions, however little it holds. With more than
 // kFewRowsVectors vectors in all, throughput decides. Plans of 256 threads have the kernel for many rows only (1 x 8192
-// with a modulation: 3.6 us, here 4.1).
+// with a modulation: 3.6 us, here 4.1; 8 x 8192 with float32 weights: 3.6 us, here 3.1).
 template <int kThreads>
 constexpr int kFewRowsVecs = kThreads <= 64 ? 1 : kThreads / 64;
 constexpr int kMostFewRowsVecs = 9;  // of a plan
@@ -316,21 +318,24 @@ constexpr unsigned kPaceNanoseconds = 100;
 constexpr unsigned kPaceNever = 1u << 30;  // credit of a block that goes on unpaced
 
 // One ladder for both strategies, so that grad_input has the same bits with either. Rows and blocks were tuned at the
-// size of each plan; neighbouring values lost 2 to 10%.
+// size of each plan; neighbouring values lost 2 to 10%. Empty slots cost time (H200, part of the copy without and with
+// a plan for the size: bf16 4608 columns 0.89 and 0.99, fp32 2304 0.77 and 0.96, 5120 0.87 and 0.96).
 template <typename scalar_t>
 struct BackwardLadder {
-  using type = Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<96, 2, 8, 5, 1>,
-                      BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>, BackwardPlan<64, 4, 8, 3, 1, 2>,
-                      BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 4, 8, 4, 1, 4>, BackwardPlan<256, 4, 8, 1, 1>,
-                      BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
+  using type =
+      Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
+             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<96, 2, 8, 5, 1>,
+             BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>, BackwardPlan<64, 4, 8, 3, 1, 2>,
+             BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 3, 8, 5, 1, 3>, BackwardPlan<64, 4, 8, 4, 1, 4>,
+             BackwardPlan<256, 4, 8, 1, 1>, BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
 };
 template <>
 struct BackwardLadder<float> {
   using type =
       Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
              BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
-             BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
+             BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<192, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>,
+             BackwardPlan<160, 4, 4, 3, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 4>, BackwardPlan<160, 4, 4, 3, 1, 4>,
              BackwardPlan<256, 8, 4, 1, 1>, BackwardPlan<256, 4, 4, 1, 1, 16>, BackwardPlan<256, 8, 4, 1, 1, 16>>;
 };
 template <>
@@ -361,10 +366,11 @@ struct LoadGradLadder<float> {
 template <typename scalar_t>
 struct EpilogueGradLadder {
   using type =
-      Ladder<BackwardPlan<32, 1, 8, 7, 3>, BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>,
-             BackwardPlan<64, 2, 8, 7, 1>, BackwardPlan<96, 3, 4, 5, 1>, BackwardPlan<96, 2, 8, 5, 1>,
-             BackwardPlan<128, 2, 8, 3, 1>, BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>,
-             BackwardPlan<256, 2, 8, 2, 1>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
+      Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 3>,
+             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>, BackwardPlan<64, 2, 8, 7, 1>,
+             BackwardPlan<96, 3, 4, 5, 1>, BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>,
+             BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<256, 2, 8, 2, 1>,
+             BackwardPlan<160, 2, 8, 3, 1, 2>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
 };
 template <>
 struct EpilogueGradLadder<float> {
@@ -375,8 +381,9 @@ struct EpilogueGradLadder<float> {
 // With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows (3 to 7%).
 template <typename scalar_t>
 struct GateGradLadder {
-  using type = Ladder<BackwardPlan<32, 1, 8, 7, 2>, BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 3, 1>,
-                      BackwardPlan<64, 3, 8, 3, 1>, BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 2>,
+                      BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 3, 1>, BackwardPlan<64, 3, 8, 3, 1>,
+                      BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 2, 1, 16>>;
 };
 template <>
 struct GateGradLadder<float> {

@@ -1,0 +1,163 @@
+"""Counters of ncu for single calls: what bounds a norm, beside the same call of other providers.
+
+    python benchmarks/counters.py FOLDER [--providers fused,compile] [--only TEXT]
+
+Each call runs in a process of its own under ncu, which replays its kernels to read the counters, at the card's own
+clocks. Prints for each call its kernels' time, the bytes moved to and from memory against those that must be moved, the
+share of the memory's peak rate, the share of cycles in which a scheduler issues an instruction, and the warps of an SM.
+Calls that fit into the L2 cache find their tensors there; before others ncu empties it. Times of one kernel under ncu
+are longer than those of test_benchmark.py. Writes counters_*.json into FOLDER.
+"""
+
+import argparse
+import csv
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import fusions  # noqa: E402
+import test_benchmark  # noqa: E402
+from test_benchmark import DTYPES, Cell, environment  # noqa: E402
+
+CALLS = [  # of test_benchmark.py, or of fusions.py: op, dtype, rows, columns, direction
+    ("layer_norm", "bf16", 1 << 21, 64, "forward"),
+    ("layer_norm", "bf16", 1 << 20, 128, "forward"),
+    ("layer_norm", "bf16", 32768, 4096, "forward"),
+    ("layer_norm", "bf16", 16384, 8192, "forward"),
+    ("layer_norm", "fp32", 8192, 8192, "forward"),
+    ("rms_norm", "fp32", 4096, 16384, "forward"),
+    ("layer_norm", "bf16", 10872, 12345, "forward"),
+    ("layer_norm", "bf16", 10872, 12345, "backward"),
+    ("layer_norm", "bf16", 256, 4096, "forward"),
+    ("rms_norm", "bf16", 8, 1 << 22, "forward"),
+    ("layer_norm", "bf16", 1, 1 << 24, "backward"),
+    ("layer_norm", "bf16", 512, 262144, "backward"),
+    ("layer_norm", "bf16", 1 << 21, 64, "backward"),
+    ("layer_norm, gelu", "bf16", 32768, 4096, "forward"),
+    ("layer_norm, gelu", "bf16", 32768, 4096, "backward"),
+    ("layer_norm, gelu", "bf16", 16384, 8192, "backward"),
+    ("gated_rms_norm", "bf16", 1 << 21, 64, "backward"),
+    ("gated_rms_norm", "bf16", 16384, 8192, "backward"),
+]
+COUNTERS = {
+    "us": ("gpu__time_duration.sum", 1e-3),
+    "read": ("dram__bytes_read.sum", 1),
+    "written": ("dram__bytes_write.sum", 1),
+    "memory": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 0.01),
+    "issue": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 0.01),
+    "warps": ("sm__warps_active.avg.per_cycle_active", 1),
+}
+
+
+def bytes_of(call):
+    """Bytes that must be moved."""
+    op, dtype, rows, hidden_size, direction = call
+    if op in test_benchmark.EPS:
+        return test_benchmark.bytes_moved(Cell(op, direction, dtype, dtype, rows, hidden_size))
+    passes = fusions.PASSES[fusions.FUSIONS[op][3]][direction == "backward"]
+    return passes * rows * hidden_size * DTYPES[dtype].itemsize
+
+
+def prepared(provider, call):
+    """A function without arguments that makes the call once."""
+    op, dtype, rows, hidden_size, direction = call
+    cell = Cell(op, direction, dtype, dtype, rows, hidden_size)
+    if op in test_benchmark.EPS:
+        (inputs,) = test_benchmark.make_inputs(cell, 1)
+        return test_benchmark.provider_call(test_benchmark.PROVIDERS[provider](cell), cell, inputs)
+    ours, theirs, names, _ = fusions.FUSIONS[op]
+    function = {"fused": ours, "torch": theirs, "compile": torch.compile(theirs, dynamic=False)}[provider]
+    given = [fusions.tensors(rows, hidden_size, DTYPES[dtype], "cuda")[name] for name in names]
+    if direction == "forward":
+        return torch.no_grad()(lambda: function(*given))
+    leaves = [t.detach().requires_grad_() for t in given]
+    y = function(*leaves)
+    return lambda: torch.autograd.grad(y, leaves, torch.ones_like(y).expand_as(y), retain_graph=True)
+
+
+def run(provider, call):
+    once = prepared(provider, call)
+    for _ in range(3):
+        once()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def totals(text):
+    """The counters of all kernels of a call, from ncu's CSV: sums; shares and warps as means over their times."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if first is None:
+        raise ValueError("\n".join(lines[-3:]) or "ncu printed nothing")
+    kernels = list(csv.DictReader(io.StringIO("\n".join([lines[first], *lines[first + 2 :]]))))  # line 2: units
+    found = {
+        name: [float(k[counter].replace(",", "")) * scale for k in kernels]
+        for name, (counter, scale) in COUNTERS.items()
+    }
+    us = sum(found["us"])
+    result = {"kernels": [k["Kernel Name"].split("(")[0] for k in kernels], "us": us}
+    result |= {name: sum(found[name]) for name in ("read", "written")}
+    mean = {name: sum(map(float.__mul__, found[name], found["us"])) / us for name in ("memory", "issue", "warps")}
+    return result | mean
+
+
+def measured(provider, call):
+    fits = bytes_of(call) < test_benchmark.l2_bytes()
+    command = [
+        "ncu", "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off", "--clock-control",
+        "none", "--cache-control", "none" if fits else "all", "--metrics", ",".join(c for c, _ in COUNTERS.values()),
+        sys.executable, __file__, "--run", provider, json.dumps(call),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    return totals(done.stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", default=str(test_benchmark.OUTPUT))
+    parser.add_argument("--providers", default="fused,compile")
+    parser.add_argument("--only", default="", help="calls whose description has this text")
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        return run(args.run[0], tuple(json.loads(args.run[1])))
+    results = []
+    for call in CALLS:
+        op, dtype, rows, hidden_size, direction = call
+        name = f"{op} {dtype} {rows} x {hidden_size} {direction}"
+        if args.only not in name:
+            continue
+        for provider in args.providers.split(","):
+            try:
+                found = measured(provider, call)
+            except ValueError as error:
+                print(f"{name} {provider}: {error}"[:300], flush=True)
+                continue
+            moved = (found["read"] + found["written"]) / bytes_of(call)
+            results.append(
+                dict(zip(("op", "dtype", "rows", "hidden_size", "direction"), call, strict=True))
+                | {"provider": provider, "moved": moved, **found}
+            )
+            print(
+                f"{name:48} {provider:10} {found['us']:7.1f} us, moved {moved:.2f}, memory {found['memory']:.2f}, "
+                f"issue {found['issue']:.2f}, {found['warps']:.0f} warps, {len(found['kernels'])} kernels",
+                flush=True,
+            )
+    path = Path(args.folder) / f"counters_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    path.write_text(json.dumps({"meta": environment(), "results": results}, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
