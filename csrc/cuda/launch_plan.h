@@ -192,7 +192,7 @@ template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
   const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
   const bool adds = fuses == Fuses::kLoad || fuses == Fuses::kGate;
-  const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (whole && Plan::kVecs == 3 && fuses != Fuses::kGate);
+  const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (whole && Plan::kVecs == 3);
   int threads = 1024;
   if (kManyTiles<Plan>) {
     threads = 512;
@@ -202,8 +202,8 @@ constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
   } else if (whole && (Plan::kVecs > 4 || !needs_few)) {
     threads = 768;
   }
-  // H200, bf16, a row gate: 3072 columns 209 us at 80 registers, 190 at 64, where one kernel spills
-  if (fuses == Fuses::kGate && whole && Plan::kVecs == 3) threads = 896;
+  // 64 registers would spill. H200, bf16, a row gate, 3072 columns: 80 registers 209 us, 72 196
+  if (fuses == Fuses::kGate && whole && Plan::kVecs == 3 && Plan::kThreads > 64) threads = 896;
   // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments: 3 to 7% faster)
   if (adds && whole && Plan::kVecs == 6) threads = 640;
   // For dropout: 768 spills 12 bytes
