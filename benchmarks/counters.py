@@ -132,7 +132,8 @@ def main():
     args = parser.parse_args()
     if args.run:
         return run(args.run[0], tuple(json.loads(args.run[1])))
-    results = []
+    results, meta = [], environment()
+    path = Path(args.folder) / f"counters_{time.strftime('%Y%m%d_%H%M%S')}.json"
     for call in CALLS:
         op, dtype, rows, hidden_size, direction = call
         name = f"{op} {dtype} {rows} x {hidden_size} {direction}"
@@ -154,8 +155,7 @@ def main():
                 f"issue {found['issue']:.2f}, {found['warps']:.0f} warps, {len(found['kernels'])} kernels",
                 flush=True,
             )
-    path = Path(args.folder) / f"counters_{time.strftime('%Y%m%d_%H%M%S')}.json"
-    path.write_text(json.dumps({"meta": environment(), "results": results}, indent=1) + "\n")
+            path.write_text(json.dumps({"meta": meta, "results": results}, indent=1) + "\n")  # so far
     print(f"wrote {path}")
 
 
