@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import fusions  # noqa: E402
+
 import test_benchmark  # noqa: E402
 from test_benchmark import DTYPES, Cell, environment  # noqa: E402
 

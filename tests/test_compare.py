@@ -133,12 +133,12 @@ def test_a_record_that_cannot_be_written_is_told_before_anything_is_timed(tmp_pa
     assert f"{option}: " in capsys.readouterr().err
 
 
-NCU = '''==PROF== Connected to process 1
+NCU = """==PROF== Connected to process 1
 "ID","Process ID","Kernel Name",{names}
 "","",""{units}
 "0","1","first_kernel<float>(Params)","1,000.5","100","50","80","50","32"
 "1","1","second_kernel(Params)","3,001.5","0","50","40","10","16"
-'''
+"""
 
 
 def test_counters_of_several_kernels():

@@ -1669,8 +1669,8 @@ def test_gated_norm_of_what_is_given(device, op, gates_y, dtype, gate, groups, o
 
 @on_devices("op,gates_y,dtype,gate,parameters,rows,hidden_size", [
     (op, gates_y, *dtypes, rows, n) for op in OPS for gates_y in (True, False) for dtypes in GATED_DTYPES
-    for rows, n in (*((23, n) for n in (1, 8, 40, 128, 256, 264, 512, 768, 1024, 1152, 1536, 2048, 2560, 2568, 3072, 4096,
-                                        4097, 5120, 6144, 8192, 8200, 12345, 16384, 32768, 65536)),
+    for rows, n in (*((23, n) for n in (1, 8, 40, 128, 256, 264, 512, 768, 1024, 1152, 1536, 2048, 2560, 2568, 3072,
+                                        4096, 4097, 5120, 6144, 8192, 8200, 12345, 16384, 32768, 65536)),
                     (2, 131_080), (2, 262_152), (70_001, 64), (9001, 1024), (3001, 4096), (1501, 8192))
 ], devices=("cuda",))  # fmt: skip
 def test_gated_norm_of_many_sizes(device, op, gates_y, dtype, gate, parameters, rows, hidden_size):
