@@ -13,6 +13,7 @@ import argparse
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -70,8 +71,8 @@ def bytes_of(call):
 def prepared(provider, call):
     """A function without arguments that makes the call once."""
     op, dtype, rows, hidden_size, direction = call
-    cell = Cell(op, direction, dtype, dtype, rows, hidden_size)
     if op in test_benchmark.EPS:
+        cell = Cell(op, direction, dtype, dtype, rows, hidden_size)
         (inputs,) = test_benchmark.make_inputs(cell, 1)
         return test_benchmark.provider_call(test_benchmark.PROVIDERS[provider](cell), cell, inputs)
     ours, theirs, names, _ = fusions.FUSIONS[op]
@@ -81,7 +82,8 @@ def prepared(provider, call):
         return torch.no_grad()(lambda: function(*given))
     leaves = [t.detach().requires_grad_() for t in given]
     y = function(*leaves)
-    return lambda: torch.autograd.grad(y, leaves, torch.ones_like(y).expand_as(y), retain_graph=True)
+    grad_output = torch.randn_like(y)
+    return lambda: torch.autograd.grad(y, leaves, grad_output, retain_graph=True)
 
 
 def run(provider, call):
@@ -121,7 +123,7 @@ def measured(provider, call):
         sys.executable, __file__, "--run", provider, json.dumps(call),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
-    return totals(done.stdout)
+    return totals(done.stdout or done.stderr)
 
 
 def main():
@@ -133,6 +135,9 @@ def main():
     args = parser.parse_args()
     if args.run:
         return run(args.run[0], tuple(json.loads(args.run[1])))
+    if not test_benchmark.HAS_CUDA or not shutil.which("ncu"):
+        parser.error("needs a GPU, and ncu in PATH")
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
     results, meta = [], environment()
     path = Path(args.folder) / f"counters_{time.strftime('%Y%m%d_%H%M%S')}.json"
     for call in CALLS:

@@ -335,14 +335,10 @@ def list_calls(light=False):
 
 @functools.cache
 def crowded_rows():
-    """{bytes of an element: columns}: longer ragged rows take clusters of 16, two blocks of these an SM."""
-    crowded = r"(?:RowPlan<256, 20, ([12]), 16>|BackwardPlan<\d+, \d+, (2), \d+, 2, 16>)"
-    found = {}
-    for text, elements in ((text, elements) for _, plans in ladders() for text, elements, _ in plans):
-        if match := re.match(crowded, text):
-            of = 2 if "2" in match.groups() else 4
-            found[of] = min(8 * elements, found.get(of, 8 * elements))
-    return found
+    """Longer ragged 16-bit rows, unless huge, take clusters of 16, two blocks of these an SM, forward or backward:
+    eight blocks of the smallest of these plans."""
+    crowded = r"RowPlan<256, \d+, 2, 16>|BackwardPlan<\d+, \d+, 2, \d+, 2, 16>"
+    return min(8 * elements for _, plans in ladders() for text, elements, _ in plans if re.match(crowded, text))
 
 
 def is_followed(call, tool):
@@ -350,12 +346,12 @@ def is_followed(call, tool):
     ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 has two
     faults. It reports whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that
     traps there unless __activemask() has all lanes, check_kernels ran to its end. And where an SM has two blocks of
-    clusters of 16, kernels end with an illegal address or a launch failure under it: docs/reliability.md."""
+    clusters of 16, a kernel with any mbarrier ends with an illegal address under it: docs/reliability.md."""
     function, *arguments = call
     if tool == "synccheck" and sanitizer_version().startswith("2025.3"):
-        if function.__name__ in ("plain", "add", "sandwich") and arguments[0] > FEW:
-            hidden_size, bytes_each = arguments[1], arguments[2].itemsize
-            if hidden_size * bytes_each % 16 and hidden_size > crowded_rows().get(bytes_each, math.inf):
+        if function.__name__ in ("plain", "add", "sandwich") and arguments[0] > FEW and arguments[2].itemsize == 2:
+            hidden_size = arguments[1]
+            if hidden_size % 8 and crowded_rows() < hidden_size <= 1 << 18:
                 return False
         return all(str(argument) != "torch.float64" for argument in arguments)
     if tool != "initcheck" or function.__name__ != "plain" or "memory_efficient" not in arguments[6]:

@@ -251,7 +251,7 @@ def cases():
             for weight in (X, fp32):
                 add((3, hidden_size), dtype=dtype, weight=weight, bias=weight, cuda_only=True)
                 add((1201, hidden_size), dtype=dtype, weight=weight, bias=weight, cuda_only=True)
-    for hidden_size in (24, 384, 1536, 2048, 3000, 5120, 24584):  # made of whole 16 bytes
+    for hidden_size in (24, 384, 1536, 2048, 2304, 3000, 4608, 5120, 10240, 24584):  # made of whole 16 bytes
         for dtype in (bf16, fp32):
             add((3, hidden_size), dtype=dtype, cuda_only=True)
             add((1201, hidden_size), dtype=dtype, cuda_only=True)
