@@ -25,11 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import fusions  # noqa: E402
+import quant  # noqa: E402
 
 import test_benchmark  # noqa: E402
 from test_benchmark import DTYPES, Cell, environment  # noqa: E402
 
-CALLS = [  # of test_benchmark.py, or of fusions.py: op, dtype, rows, columns, direction
+CALLS = [  # of test_benchmark.py, fusions.py or quant.py: op, dtype, rows, columns, direction
     ("layer_norm", "bf16", 1 << 21, 64, "forward"),
     ("layer_norm", "bf16", 1 << 20, 128, "forward"),
     ("layer_norm", "bf16", 32768, 4096, "forward"),
@@ -48,6 +49,9 @@ CALLS = [  # of test_benchmark.py, or of fusions.py: op, dtype, rows, columns, d
     ("layer_norm, gelu", "bf16", 16384, 8192, "backward"),
     ("gated_rms_norm", "bf16", 1 << 21, 64, "backward"),
     ("gated_rms_norm", "bf16", 16384, 8192, "backward"),
+    ("rms_norm, token", "bf16", 16384, 8192, "forward"),
+    ("layer_norm, token", "bf16", 16384, 8192, "forward"),
+    ("layer_norm", "bf16", 32760, 4097, "forward"),
 ]
 COUNTERS = {
     "us": ("gpu__time_duration.sum", 1e-3),
@@ -59,11 +63,16 @@ COUNTERS = {
 }
 
 
+QUANTIZED = {"rms_norm, token", "layer_norm, token"}  # to float8_e4m3fn, with a scale for each row
+
+
 def bytes_of(call):
     """Bytes that must be moved."""
     op, dtype, rows, hidden_size, direction = call
     if op in test_benchmark.EPS:
         return test_benchmark.bytes_moved(Cell(op, direction, dtype, dtype, rows, hidden_size))
+    if op in QUANTIZED:
+        return 3 * rows * hidden_size
     passes = fusions.PASSES[fusions.FUSIONS[op][3]][direction == "backward"]
     return passes * rows * hidden_size * DTYPES[dtype].itemsize
 
@@ -75,6 +84,12 @@ def prepared(provider, call):
         cell = Cell(op, direction, dtype, dtype, rows, hidden_size)
         (inputs,) = test_benchmark.make_inputs(cell, 1)
         return test_benchmark.provider_call(test_benchmark.PROVIDERS[provider](cell), cell, inputs)
+    if op in QUANTIZED:
+        norm, granularity = op.split(", ")
+        function = quant.providers_of(granularity, False, torch.float8_e4m3fn, None, norm)[provider]
+        x = torch.randn(rows, hidden_size, device="cuda", dtype=DTYPES[dtype])
+        weight = torch.ones(hidden_size, device="cuda", dtype=DTYPES[dtype])
+        return torch.no_grad()(lambda: function(x, None, weight))
     ours, theirs, names, _ = fusions.FUSIONS[op]
     function = {"fused": ours, "torch": theirs, "compile": torch.compile(theirs, dynamic=False)}[provider]
     given = [fusions.tensors(rows, hidden_size, DTYPES[dtype], "cuda")[name] for name in names]

@@ -335,18 +335,18 @@ def list_calls(light=False):
 
 @functools.cache
 def crowded_rows():
-    """Longer ragged 16-bit rows, unless huge, take clusters of 16, two blocks of these an SM, forward or backward:
-    eight blocks of the smallest of these plans."""
-    crowded = r"RowPlan<256, \d+, 2, 16>|BackwardPlan<\d+, \d+, 2, \d+, 2, 16>"
+    """Backward of longer ragged 16-bit rows takes clusters of 16, two blocks of these an SM: eight blocks of such a
+    plan."""
+    crowded = r"BackwardPlan<\d+, \d+, 2, \d+, 2, 16>"
     return min(8 * elements for _, plans in ladders() for text, elements, _ in plans if re.match(crowded, text))
 
 
 def is_followed(call, tool):
     """Whether the tool follows all that the call does. initcheck does not see what the copy engine writes, which is a
-    ragged y of 16 bits: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 has two
-    faults. It reports whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that
-    traps there unless __activemask() has all lanes, check_kernels ran to its end. And where an SM has two blocks of
-    clusters of 16, a kernel with any mbarrier ends with an illegal address under it: docs/reliability.md."""
+    ragged y: it reports any kernel that loads such a y, also PyTorch's. synccheck of version 2025.3 has two faults. It
+    reports whole warps as divergent at a barrier of float64 rows that a cluster shares: in a build that traps there
+    unless __activemask() has all lanes, check_kernels ran to its end. And where an SM has two blocks of clusters of 16,
+    a kernel with any mbarrier ends with an illegal address under it: docs/reliability.md."""
     function, *arguments = call
     if tool == "synccheck" and sanitizer_version().startswith("2025.3"):
         if function.__name__ in ("plain", "add", "sandwich") and arguments[0] > FEW and arguments[2].itemsize == 2:
@@ -357,7 +357,7 @@ def is_followed(call, tool):
     if tool != "initcheck" or function.__name__ != "plain" or "memory_efficient" not in arguments[6]:
         return True
     hidden_size, dtype = arguments[1:3]
-    return dtype.itemsize != 2 or hidden_size % 8 == 0
+    return dtype.itemsize == 8 or hidden_size * dtype.itemsize % 16 == 0
 
 
 def make_calls(calls, until):

@@ -1185,6 +1185,14 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {int64_t{5}, 600000 / n + 3})
           for (const bool rms : {false, true}) add_case(cases, types, feature, n, rows, rms);
     }
+  // Ragged rows: several in a warp, one in a warp or in a block, and rows too long for shared memory
+  for (const int64_t n : {2, 7, 33, 65, 129, 193, 319, 513, 769, 1281, 2049, 12345, 30001, 70001, 120001})
+    for (const NamedTypes& types : kTypes) {
+      if (types.t.x == DType::kFloat64) continue;
+      for (int feature = 0; feature < 4; ++feature)
+        for (const int64_t rows : {int64_t{5}, 40000 / n + 3})
+          if (++turn % 3 == 0) add_case(cases, types, usual[feature], n, rows, turn % 2);
+    }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
   for (const Case& c : cases) {

@@ -264,10 +264,16 @@ def cases():
             )
     for dtype in (bf16, fp32):
         add((40, 32768), dtype=dtype, bias=None, cuda_only=True)
-    for hidden_size in (33, 130, 257, 513, 1537, 2049, 3001, 4097, 6001, 8193, 24582):
+    # Rows that are not whole 16-byte vectors: several in a warp, in a block, too long for shared memory
+    for hidden_size in (33, 65, 130, 257, 385, 513, 1537, 2049, 3001, 4097, 6001, 8193, 24582):
         for dtype in (bf16, fp32):
             add((3, hidden_size), dtype=dtype, cuda_only=True)
             add((1201, hidden_size), dtype=dtype, cuda_only=True)
+            add((37, hidden_size), dtype=dtype, layout="columns", grad_layout="offset_by_one", cuda_only=True)
+    for hidden_size in (70001, 120001):
+        for dtype in (bf16, fp32):
+            add((5, hidden_size), dtype=dtype, cuda_only=True)
+            add((5, hidden_size), dtype=dtype, layout="offset_by_one", cuda_only=True)
     for dtype in (bf16, fp32):
         add((1 << 20, 64), dtype=dtype, cuda_only=True)
         add((8, 4_000_003), dtype=dtype, cuda_only=True)
@@ -596,7 +602,7 @@ def expected(case, inputs):
     grad_weight's are products of grad_output and x - mean before rstd multiplies them, and count as tiny * rstd.
     All of x_hat shifts with the mean. The mean of x - mean, which corrects it, is rounded: as a sum of terms of both
     signs few / 2 * mean|x_hat| units; and where it is the mean of x - m, with m the mean of part of the row (16-bit x
-    on CUDA: csrc/cuda/forward_kernel.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean
+    on CUDA: csrc/cuda/forward_rows.cuh, kSample), which lies at most 2.5 sigma from it, 2.5 more. Rounding the mean
     itself: |mean| * rstd units, in fp32 `few` units of these only, as x - mean is corrected; other dtypes are granted
     the whole (16-bit results hide it, fp64 has digits to spare). Without either, an element beside the mean would be
     held to fewer digits than its row has.

@@ -953,7 +953,7 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   if (call.running == 0 || !call.launches) return cudaSuccess;
   FusedArguments arguments = fused_arguments<scalar_t>(params, stages);
   const int64_t bytes = Plan::kRows * params.hidden_size * tensors * static_cast<int64_t>(sizeof(scalar_t));
-  arguments.depth = bytes > kMostThirdSlot<Plan> ? 2 : residence.depth;
+  arguments.depth = bytes > kMostThirdSlotBytes<Plan> ? 2 : residence.depth;
   arguments.slot_bytes = slot_bytes;
   const int64_t clusters = params.interleaves ? call.running / Plan::kRows : call.running;
   const ClusterLaunch persistent(clusters * cluster, kFusedThreads<Plan>,

@@ -16,114 +16,6 @@
 namespace fused_layernorm {
 namespace {
 
-// Stages ragged 16-bit rows through shared memory. The row keeps its alignment there, so that global traffic is whole
-// 16-byte words (except at the ends of y), and element-wise access to shared memory does the shifting. From sm_90 on
-// the copy engine moves the data: with loops of cp.async and stores, half of the instructions were not arithmetic, and
-// the kernel was bound by instruction issue (H200, bf16, N = 4097: three quarters of the issue slots used).
-template <typename Row, typename T, int kMaxWords>
-struct RowStaging {
-#if __CUDA_ARCH__ >= 900
-  static constexpr bool kBulk = true;
-#else
-  static constexpr bool kBulk = false;
-#endif
-  unsigned memory, barrier;  // shared addresses
-  unsigned parity = 0;
-
-  __device__ RowStaging(const void* memory, const uint64_t* barrier, int rank)
-      : memory(shared_address(memory)), barrier(shared_address(barrier)) {
-    if (kBulk && rank == 0) {
-      init_barrier(this->barrier, 1);
-      fence_barrier_init();
-    }
-    if (kBulk && kForRacecheck) Row::barrier();
-  }
-
-  // Reads the aligned 16-byte words that cover `elements` elements, but nothing from `end` on. Returns the shared
-  // address of the first element.
-  __device__ unsigned fill(const T* source, int elements, const void* end, int rank) {
-    const unsigned past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source) % 16);
-    const char* from = reinterpret_cast<const char*>(source);
-    const unsigned bytes = static_cast<unsigned>(max(elements, 0)) * static_cast<unsigned>(sizeof(T));
-    if constexpr (kBulk) {
-      if (rank == 0) {
-        const unsigned covered = bytes > 0 ? covering_bytes(from, past, bytes, static_cast<const char*>(end)) : 0;
-        expect_bytes(barrier, covered);
-        if (covered > 0) copy_bulk(memory, from - past, covered, barrier);
-        if (bytes > 0) copy_rest<T>(memory, from, past, bytes, covered);
-      }
-      Row::barrier();
-      wait_barrier(barrier, parity);
-      parity ^= 1;
-    } else {
-#pragma unroll
-      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
-        const int at = 16 * (word + rank), left = static_cast<int>(past + bytes) - at;
-        if (left > 0 && bytes > 0) copy_async(memory + at, from - past + at, min(left, 16));
-      }
-      commit_copies();
-      wait_for_copies<0>();
-      Row::barrier();
-    }
-    return memory + past;
-  }
-
-  // A vector that may straddle two words; of the last vector only the first `count` elements exist. Packed by an
-  // instruction: packed by moves, fp16 elements kept a register each, which took twice the registers (H100, 12345
-  // columns: 0.72 of the copy, bf16 0.93).
-  template <int kVec>
-  __device__ RawVec<T, kVec> get(unsigned at, int count) const {
-    static_assert(kVec == 2 && sizeof(T) == 2);
-    const unsigned low = count > 0 ? load_shared<unsigned short>(at) : 0u;
-    const unsigned high = count > 1 ? load_shared<unsigned short>(at + 2) : 0u;
-    const unsigned word = __byte_perm(low, high, 0x5410);
-    RawVec<T, kVec> raw;
-    memcpy(&raw, &word, sizeof(raw));
-    return raw;
-  }
-  template <int kVec>
-  __device__ void put(unsigned at, const RawVec<T, kVec>& raw, int count) const {
-    T elements[kVec];
-    memcpy(elements, &raw, sizeof(raw));
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) store_shared(at + i * static_cast<int>(sizeof(T)), elements[i]);
-  }
-
-  // The shared address of the element that drain() will copy to `target`.
-  __device__ unsigned place(const T* target) const {
-    return memory + static_cast<unsigned>(reinterpret_cast<uintptr_t>(target) % 16);
-  }
-  // Copies `elements` elements from place(target) to `target`: by whole 16-byte words, and element by element in words
-  // shared with other rows or slices.
-  __device__ void drain(T* target, int elements, int rank) const {
-    constexpr int kWord = 16 / static_cast<int>(sizeof(T));
-    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16 / sizeof(T));
-    T* first = target - past;
-    const int begin = past > 0 ? kWord : 0, end = (past + elements) / kWord * kWord;  // of what is whole
-    if constexpr (kBulk) fence_bulk_store();
-    Row::barrier();
-    if constexpr (kBulk) {
-      if (rank == 0 && begin < end)
-        store_bulk(first + begin, memory + begin * static_cast<int>(sizeof(T)),
-                   (end - begin) * static_cast<int>(sizeof(T)));
-    } else {
-#pragma unroll
-      for (int word = 0; word < kMaxWords; word += Row::kThreadsOfRow) {
-        const int at = kWord * (word + rank);
-        if (at >= begin && at < end)
-          *reinterpret_cast<uint4*>(first + at) = load_shared<uint4>(memory + at * sizeof(T));
-      }
-    }
-    for (int index = rank; index < 2 * kWord; index += Row::kThreadsOfRow) {
-      const int at = index < kWord ? index : max(end, begin) + index - kWord;
-      if (at >= past && at < past + elements && (at < begin || at >= end))
-        first[at] = load_shared<T>(memory + at * static_cast<int>(sizeof(T)));
-    }
-    if (kBulk && rank == 0) wait_for_bulk_stores();
-  }
-};
-
 // The load stage: computes this thread's part of z, rounded. `x` is this thread's first element, at column `col` of the
 // row, and `gate` its factor, or nullptr. All loads are issued before the first use (gate is in the cache); z is stored
 // as it is computed.
@@ -227,15 +119,6 @@ constexpr Fuses kFuses = kHasLoad<Fused>       ? Fuses::kLoad
 template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 constexpr bool kIterates = !kHasStage<Fused> && sizeof(weight_t) == sizeof(scalar_t) && kIteratesRows<scalar_t, Plan>;
 
-// Shared memory of RowStaging, the same for every dtype of weight.
-template <typename scalar_t, typename Plan>
-struct StagingMemory {
-  static constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
-  static constexpr int kRows = kStaged ? kForwardThreads<Plan> / Plan::kThreads : 1;
-  uint4 rows[kRows][kStaged ? kStagingBytes<scalar_t, Plan> / 16 : 1];
-  uint64_t barriers[kRows];
-};
-
 // The norm behind the addition of a residual, of a row that no cluster shares: from y as it was rounded, in `raw`.
 template <typename Row, typename Plan, typename Held, typename scalar_t, typename acc_t>
 __device__ __forceinline__ void norm_next(RawVec<scalar_t, Plan::kVec> (&raw)[Plan::kVecs], const NextNorm& next,
@@ -274,26 +157,23 @@ __device__ __forceinline__ void norm_next(RawVec<scalar_t, Plan::kVec> (&raw)[Pl
   }
 }
 
-template <typename scalar_t, typename weight_t, typename Plan, typename Fused, typename Staging>
+template <typename scalar_t, typename weight_t, typename Plan, typename Fused>
 __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>& params, acc_type<scalar_t> inverse_n,
-                                            const Fused& fused, int64_t row, Staging& staged) {
+                                            const Fused& fused, int64_t row) {
   using acc_t = acc_type<scalar_t>;
   using x_t = x_type<Fused, scalar_t>;
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
-  constexpr bool kStaged = kIsStaged<scalar_t, Plan>;
-  constexpr bool kWhole = kIsWhole<scalar_t, Plan>;
   using Row = RowThreads<kThreads, kRows, true>;
   __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
   __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
 
-  constexpr bool kRagged = kVec * sizeof(scalar_t) < 16;
   // Adjacent threads: all of the row, or one warp that has a contiguous slice of it
   constexpr int kSpan = kByWarps<Plan> ? 32 : kThreads;
   constexpr int kStep = kSpan * kVec;
-  using Held = RegisterSlots<Plan, kRagged, kSpan, kHasEpilogue<Fused>>;
+  using Held = RegisterSlots<Plan, false, kSpan, kHasEpilogue<Fused>>;
 
-  static_assert(!kHasStage<Fused> || (kWhole && !kManyTiles<Plan>), "plans for rows at once");
+  static_assert(!kHasStage<Fused> || !kManyTiles<Plan>, "plans for rows at once");
   // The slice of the row: the blocks of a cluster share a row, or the warps of a block
   const int blocks = Plan::kClusters ? cluster_size() : 1;
   int rank = Row::rank();
@@ -316,10 +196,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
   asm volatile("" : "+l"(weight), "+l"(bias));
   // weight_offset is added to every weight where the kernel waits for memory, which it does not at 64 columns of 16
   // bits (H200: 5% slower, by this and by the order of loads)
-  constexpr bool kIsTiny = kWhole && kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
-  constexpr bool kAddsOffset = kWhole && !kHasEpilogue<Fused> && !kIsTiny;
+  constexpr bool kIsTiny = kThreads == 2 && sizeof(weight_t) == sizeof(scalar_t);
+  constexpr bool kAddsOffset = !kHasEpilogue<Fused> && !kIsTiny;
   // fp32 weights beside 16-bit x, within the register budget of 16-bit weights
-  constexpr bool kIsWide = !kHasStage<Fused> && kWhole && sizeof(weight_t) > sizeof(scalar_t);
+  constexpr bool kIsWide = !kHasStage<Fused> && sizeof(weight_t) > sizeof(scalar_t);
   // Ordered loads of parameters stay behind earlier stores (load_parameter). The compiler must be told again that they
   // are global. Plans of four vectors that iterate over rows would spill without the order.
   constexpr bool kOrdered =
@@ -337,8 +217,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
   // Load; elements beyond the row are never used
   RawVec<scalar_t, kVec> raw[kVecs];
   [[maybe_unused]] RawVec<x_t, kVec> gate_raw[kHasGate<Fused> ? kVecs : 1];
-  RowStaging<Row, scalar_t, kStagingBytes<scalar_t, Plan> / 16> staging(
-      staged.rows[kStaged ? Row::group() : 0], &staged.barriers[kStaged ? Row::group() : 0], kStaged ? rank : 1);
   const auto load = [&](int tile) {
     if constexpr (kHasLoad<Fused>) {
       const int col = slice_col + own;
@@ -367,20 +245,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
     } else {
       const int left = elements - tile;
       const scalar_t* first = x + tile + own;
-      unsigned at = 0;
-      if constexpr (kStaged) {
-        if (tile != 0 || kManyTiles<Plan>) Row::barrier();
-        at = staging.fill(x + tile, min(left, kTile), params.x_end, rank) + own * static_cast<int>(sizeof(scalar_t));
-      }
       const Held held(left, own);
       held.for_each([&](int v, auto whole) {
-        const int skip = held.index(v) * kStep, count = left - own - skip;
-        if (!whole && count <= 0) return;
-        if constexpr (kStaged) {
-          raw[v] = staging.template get<kVec>(at + skip * static_cast<int>(sizeof(scalar_t)), whole ? kVec : count);
-        } else {
-          raw[v] = load_vec<scalar_t, kVec>(first + skip);
-        }
+        if (whole || held.count(v) > 0) raw[v] = load_vec<scalar_t, kVec>(first + v * kStep);
       });
     }
   };
@@ -430,11 +297,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
     x_t* y = static_cast<x_t*>(params.y) + y_row + tile;
     // `plain`: y of x's type and, without kAddsOffset, no weight_offset; with an epilogue, also a weight
     const auto store = [&](const auto* weight, const auto* bias, auto plain) {
-      [[maybe_unused]] unsigned place = 0;
-      if constexpr (kStaged) {
-        Row::barrier();
-        place = staging.place(y) + own * static_cast<int>(sizeof(scalar_t));
-      }
       // With an epilogue, prefetch the next vector's weight and bias: the ordered loads (load_parameter) keep the
       // compiler from hoisting them. fp32 weights beside 16-bit x, and eight vectors of fp32, would spill.
       using parameter_t = std::decay_t<decltype(*weight)>;
@@ -449,17 +311,16 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
       const auto store_each = [&](auto&& apply) {
         if constexpr (kAhead) ask_for(0, false);
         held.for_each([&](int v, auto whole) {
-          const int skip = held.index(v) * kStep, count = left - own - skip;
-          if (!whole && count <= 0) return;
-          const int has = whole || kWhole ? kVec : min(count, kVec);
+          const int skip = v * kStep;
+          if (!whole && held.count(v) <= 0) return;
           acc_t scale[kVec], offset[kVec];
           if constexpr (kAhead) {
             unpack(next_weight, scale);
             unpack(next_bias, offset);
             ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
           } else {
-            unpack(weight_vec(weight + tile + skip, has, params.weight), scale);
-            unpack(bias_vec(bias + tile + skip, has), offset);
+            unpack(weight_vec(weight + tile + skip, kVec, params.weight), scale);
+            unpack(bias_vec(bias + tile + skip, kVec), offset);
           }
           if (!plain || kAddsOffset) {
 #pragma unroll
@@ -479,9 +340,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
           if constexpr (kGatesY<Fused>) apply_gate(fused, gate_raw[v], values);
           apply(values, slice_col + own + skip);
           if (!plain && !same_dtype) {
-            store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, has, kWhole);
-          } else if constexpr (kStaged) {
-            staging.put(place + skip * static_cast<int>(sizeof(scalar_t)), pack<scalar_t>(values), has);
+            store_vec_as(params.y, params.y_dtype, y_row + tile + skip + own, values, kVec, true);
           } else if constexpr (kGatesY<Fused>) {
             raw[v] = pack<scalar_t>(values);  // for norm_next()
             store_raw(y + own + skip, raw[v]);
@@ -494,9 +353,6 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
         store_each([](acc_t(&)[kVec], int) {});
       } else {
         epilogue.template apply<plain>(store_each);
-      }
-      if constexpr (kStaged) {
-        if (plain || same_dtype) staging.drain(y, min(left, kTile), rank);
       }
     };
     const auto store_by = [&](const auto* weight, const auto* bias) {
@@ -530,27 +386,23 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
 // the store loop tests weight's dtype.
 template <typename scalar_t, typename Plan, typename Fused>
 __device__ __forceinline__ void forward_row_of_types(const ForwardParams<scalar_t, Fused>& params,
-                                                     acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row,
-                                                     StagingMemory<scalar_t, Plan>& staged) {
+                                                     acc_type<scalar_t> inverse_n, const Fused& fused, int64_t row) {
   if constexpr (!kHasStage<Fused> && sizeof(scalar_t) == 2) {
     if (params.weight_dtype == DType::kFloat32) {
-      // Hide `row` from the optimizer: values computed before the branch and kept across it would make ragged rows
-      // spill
-      if constexpr (!kIsWhole<scalar_t, Plan>) asm volatile("" : "+l"(row));
-      return forward_row<scalar_t, float, Plan>(params, inverse_n, fused, row, staged);
+      return forward_row<scalar_t, float, Plan>(params, inverse_n, fused, row);
     }
   }
   if constexpr (std::is_same<Fused, WithLoad<float>>::value) {
     if (params.x_dtype == DType::kFloat16)
-      return forward_row<float, __half, Plan>(params, inverse_n, WithLoad<__half>{fused}, row, staged);
+      return forward_row<float, __half, Plan>(params, inverse_n, WithLoad<__half>{fused}, row);
     if (params.x_dtype == DType::kBFloat16)
-      return forward_row<float, __nv_bfloat16, Plan>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row, staged);
+      return forward_row<float, __nv_bfloat16, Plan>(params, inverse_n, WithLoad<__nv_bfloat16>{fused}, row);
   }
   if constexpr (kGatesY<Fused>) {
     if (!fused.gates_y)
-      return forward_row<float, scalar_t, Plan>(params, inverse_n, WithGate<scalar_t, false>{fused}, row, staged);
+      return forward_row<float, scalar_t, Plan>(params, inverse_n, WithGate<scalar_t, false>{fused}, row);
   }
-  forward_row<scalar_t, scalar_t, Plan>(params, inverse_n, fused, row, staged);
+  forward_row<scalar_t, scalar_t, Plan>(params, inverse_n, fused, row);
 }
 
 // Fused: NoStage, WithLoad, WithEpilogue or WithGate. Weight is of scalar_t or fp32. Each run-time dtype has a separate
@@ -561,12 +413,11 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
                         const __grid_constant__ Fused fused) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
   using Row = RowThreads<Plan::kThreads, kRows, true>;
-  __shared__ StagingMemory<scalar_t, Plan> staged;
   if constexpr (kIterates<scalar_t, scalar_t, Plan, Fused>) {
     int64_t row = static_cast<int64_t>(blockIdx.x) * params.iterations * kRows + Row::group();
     do {
       if (row >= params.rows) return;
-      forward_row_of_types<scalar_t, Plan>(params, inverse_n, fused, row, staged);
+      forward_row_of_types<scalar_t, Plan>(params, inverse_n, fused, row);
       if (params.iterations == 1 || (sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32)) return;
       row += kRows;
       asm volatile("" : "+l"(row));
@@ -577,7 +428,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, forward_blocks_per_sm<P
         static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
     // Return, do not skip: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
     if (row >= params.rows) return;
-    forward_row_of_types<scalar_t, Plan>(params, inverse_n, fused, row, staged);
+    forward_row_of_types<scalar_t, Plan>(params, inverse_n, fused, row);
   }
 }
 
@@ -635,14 +486,10 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
     KernelForwardParams arguments = params;
     const ClusterLaunch launch(forward_blocks<scalar_t, Plan, NoStage>(arguments) * cluster, kForwardThreads<Plan>, 0,
                                cluster, stream);
-    if (kIsStaged<scalar_t, Plan>)
-      arguments.x_end =
-          static_cast<const scalar_t*>(params.x) + params.x_strides.offset(params.rows - 1) + params.hidden_size;
     return cudaLaunchKernelEx(&launch.config, kernel, arguments, inverse_of<acc_type<scalar_t>>(params.hidden_size),
                               NoStage{});
   };
-  return dispatch_rows<ForwardLadder<scalar_t>, RaggedForwardLadder<scalar_t>, scalar_t>(
-      params.hidden_size, facts.max_cluster, launch_plan);
+  return dispatch_plan<ForwardLadder<scalar_t>>(params.hidden_size, facts.max_cluster, launch_plan);
 }
 
 template <typename scalar_t>

@@ -90,59 +90,38 @@ __device__ __forceinline__ T reference_point(T sum, T first, int sampled) {
   return sampled > 0 ? snapped(quick_ratio(sum, sampled), first) : T(0);
 }
 
-// The moments of this thread's vectors of a row, or of a tile of it with `left` elements; absent elements are 0. All
-// threads of a warp get the same reference point, the mean of the first kSample vectors of its lanes: the first, which
-// saves most of a pass. The mean of a quarter of a set is at most 1.7 sigma from the mean of all, that of a ninth 2.8
-// (Cauchy-Schwarz): var loses at most three bits.
+// The moments of this thread's vectors of a row, or of a tile of it with `left` elements. All threads of a warp get the
+// same reference point, the mean of the first kSample vectors of its lanes: the first, which saves most of a pass. The
+// mean of a quarter of a set is at most 1.7 sigma from the mean of all, that of a ninth 2.8 (Cauchy-Schwarz): var loses
+// at most three bits.
 template <typename Row, typename Plan, typename Slots, typename scalar_t, int kVecs, int kVec>
 __device__ __forceinline__ Moments<acc_type<scalar_t>> tile_moments(RawVec<scalar_t, kVec> (&raw)[kVecs],
                                                                     const Slots& slots, int left, int rank,
                                                                     bool is_rms_norm) {
   using acc_t = acc_type<scalar_t>;
-  constexpr bool kRagged = Slots::kMain < kVecs, kWhole = kIsWhole<scalar_t, Plan>;
   constexpr int kSpan = Slots::kStep / kVec;
-  constexpr int kSample = sizeof(scalar_t) > 4 ? kVecs : kRagged ? Slots::kGroup : 1;
+  constexpr int kSample = sizeof(scalar_t) > 4 ? kVecs : 1;
   const int lane = rank % kSpan, own = lane * kVec;
   acc_t values[kVec];
   Moments<acc_t> here{static_cast<acc_t>(slots.count_of(kVecs, lane, 1)), 0, 0, 0};
   if (!is_rms_norm) {
     acc_t sum = 0;
-    const auto sample = [&](int v) {
-      unpack(raw[v], values);
-      sum += vec_sum(values);
-    };
-    if constexpr (kRagged && kSample == kVecs) {
-      slots.for_each([&](int v, auto whole) {
-        if (whole || slots.count(v) > 0) sample(v);
-      });
-    } else if (kRagged && !slots.whole(0)) {
 #pragma unroll
-      for (int v = Slots::kMain; v < kVecs; ++v)
-        if (slots.count(v) > 0) sample(v);
-    } else {
-#pragma unroll
-      for (int v = 0; v < kSample; ++v)
-        if (kRagged || v * Slots::kStep + own < left) sample(v);
-    }
+    for (int v = 0; v < kSample; ++v)
+      if (v * Slots::kStep + own < left) {
+        unpack(raw[v], values);
+        sum += vec_sum(values);
+      }
     unpack(raw[0], values);
-    if constexpr (kRagged) {
-      if (!slots.whole(0)) unpack(raw[Slots::kMain], values);
-    }
     const int sampled = slots.count_of(kSample, lane / Row::kLanes * Row::kLanes, Row::kLanes);
     here.m = reference_point<Row>(sum, values[0], sampled);
   }
   if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
   slots.for_each([&](int v, auto whole) {
-    const int count = slots.count(v);
-    if (!whole && count <= 0) return;
+    if (!whole && slots.count(v) <= 0) return;
     unpack(raw[v], values);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-    if (!kWhole && !whole) {  // absent elements must add nothing
-#pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        if (i >= count) values[i] = 0;
-    }
     here.add(values);
   });
   return here;

@@ -79,7 +79,6 @@ struct KernelForwardParams {
   const void* weight;
   const void* bias;
   void* y;
-  const void* x_end;  // past the last element of x; set by the launcher for ragged rows
 
   // All of them or none; mean and mean_tail are nullptr for RMSNorm
   void* rstd;

@@ -147,33 +147,18 @@ constexpr bool is_usual_size(int64_t hidden_size, int element_bytes, bool is_rms
 }
 constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
-// Ragged rows (not whole 16-byte vectors): vectors of two 16-bit elements, or single elements. Few threads with many
-// elements each, because the cost per row is a third of the time; 20 slots, so that one element more than a power of
-// two does not take twice the threads. In clusters two blocks an SM (H200, 20001 columns, the copy takes 133 us: by 512
-// and 256 threads bf16 649 and 412, fp32 334 and 249).
-template <typename scalar_t>
-struct RaggedForwardLadder {
-  using type = Ladder<RowPlan<2, 20, 2>, RowPlan<4, 20, 2>, RowPlan<8, 20, 2>, RowPlan<16, 20, 2>, RowPlan<32, 20, 2>,
-                      RowPlan<64, 20, 2>, RowPlan<128, 20, 2>, RowPlan<256, 20, 2>, RowPlan<256, 28, 2>,
-                      RowPlan<512, 16, 2>, RowPlan<256, 20, 2, 16>>;
-};
-template <>
-struct RaggedForwardLadder<float> {
-  using type = Ladder<RowPlan<4, 20, 1>, RowPlan<8, 20, 1>, RowPlan<16, 20, 1>, RowPlan<32, 20, 1>, RowPlan<64, 20, 1>,
-                      RowPlan<128, 20, 1>, RowPlan<256, 20, 1>, RowPlan<512, 20, 1>, RowPlan<512, 32, 1>,
-                      RowPlan<256, 20, 1, 16>>;
-};
-template <>
-struct RaggedForwardLadder<double> : ForwardLadder<double> {};
-
-// Whether the vectors of a row are aligned to their size. Ragged rows of 16-bit elements are staged through shared
-// memory: kStagingBytes, with the partial words at both ends.
-template <typename scalar_t, typename Plan>
-constexpr bool kIsWhole = Plan::kVec == 1 || Plan::kVec * sizeof(scalar_t) >= 16;
-template <typename scalar_t, typename Plan>
-constexpr bool kIsStaged = !kIsWhole<scalar_t, Plan>;
-template <typename scalar_t, typename Plan>
-constexpr int kStagingBytes = Plan::kThreads * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(scalar_t)) + 32;
+// Ragged rows (not whole 16-byte vectors, norm_ragged.cu): the fewest threads, a power of two, that take at most so
+// many bytes each. A row costs a warp about 350 instructions, an element 21. H200, bf16, 2049 columns, by 48 and 96
+// elements a thread: 201 us, 158; 8193: 177, 150; 8 x 4097: 4.8, 6.0.
+constexpr int kRaggedBytes = 192;
+constexpr int kRaggedBlock = 512;          // threads, at most
+constexpr int kRaggedThreadsPerSm = 1536;  // for the compiler: 40 registers; 32 and 48 were up to 10% slower
+constexpr int kRaggedWarpsBlock = 128;     // threads of a block of shorter rows, of which each has at most a warp
+constexpr int kRaggedStrides = 8;          // vectors of a thread that are tried, beyond the fewest
+constexpr int kRaggedScratch = 1024;       // bytes of shared memory beside the rows, at least what the kernel has
+// The percentage of the L1 cache that is shared memory; 100 for rows of more than 48 KiB. H200, bf16, by 58 and 100:
+// 4097 columns 162 us, 169; 8193 151, 178; 12345 158, 189; 50001 265, 203. The driver's choice was as 100 (H100).
+constexpr int kRaggedCarveout = 58;
 
 // Rows of one warp or less share a block of 64 threads; longer rows have a block each. By blocks of 128 or 32 threads
 // N = 64 to 1024 within 1.5%.
@@ -190,24 +175,24 @@ constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads 
 enum class Fuses { kNothing, kLoad, kEpilogue, kGate };
 template <typename Plan>
 constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
-  const bool whole = Plan::kVec * dtype_bytes(x_dtype) >= 16;
+  const bool is_fp64 = x_dtype == DType::kFloat64;
   const bool adds = fuses == Fuses::kLoad || fuses == Fuses::kGate;
-  const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (whole && Plan::kVecs == 3);
+  const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (!is_fp64 && Plan::kVecs == 3);
   int threads = 1024;
   if (kManyTiles<Plan>) {
     threads = 512;
-  } else if (whole && Plan::kVecs > 6) {
+  } else if (!is_fp64 && Plan::kVecs > 6) {
     const bool is_fp32 = dtype_bytes(x_dtype) == 4 && !adds;
     threads = Plan::kVecs % 2 == 1 ? 640 : is_fp32 && Plan::kThreads > 256 ? 1024 : is_fp32 || needs_few ? 768 : 512;
-  } else if (whole && (Plan::kVecs > 4 || !needs_few)) {
+  } else if (!is_fp64 && (Plan::kVecs > 4 || !needs_few)) {
     threads = 768;
   }
   // 64 registers would spill. H200, bf16, a row gate, 3072 columns: 80 registers 209 us, 72 196
-  if (fuses == Fuses::kGate && whole && Plan::kVecs == 3 && Plan::kThreads > 64) threads = 896;
+  if (fuses == Fuses::kGate && Plan::kVecs == 3 && Plan::kThreads > 64) threads = 896;
   // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments: 3 to 7% faster)
-  if (adds && whole && Plan::kVecs == 6) threads = 640;
+  if (adds && Plan::kVecs == 6) threads = 640;
   // For dropout: 768 spills 12 bytes
-  if (fuses == Fuses::kEpilogue && whole && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
+  if (fuses == Fuses::kEpilogue && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
   return threads / kForwardThreads<Plan>;
 }
 
@@ -226,8 +211,8 @@ constexpr int few_rows_block() {
 }
 template <typename scalar_t, typename Plan>
 constexpr bool kMayBeFewRows =
-    kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 128 &&
-    Plan::kVecs <= kMostFewRowsVecs && few_rows_block<Plan, kFewRowsVecs<Plan::kThreads>>() <= kFewRowsBlock;
+    !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 128 && Plan::kVecs <= kMostFewRowsVecs &&
+    few_rows_block<Plan, kFewRowsVecs<Plan::kThreads>>() <= kFewRowsBlock;
 // With a row gate, for fewer vectors (H200, 512 x 1024: 3.6 us, 4.6 by the kernel for many rows; 512 x 1152: 5.0, 4.6).
 constexpr int64_t kGatedFewRowsVectors = kFewRowsVectors / 2;
 
@@ -241,7 +226,7 @@ template <typename Plan>
 constexpr int kFewSegments = Plan::kVecs == 4 && !kForRacecheck ? 8 : 1;  // up to so many segments, one row a block
 constexpr int64_t kSegmentIterationThreads = kForRacecheck ? 64 : 132 * 1024;
 template <typename scalar_t, typename Plan>
-constexpr bool kIteratesRows = kIsWhole<scalar_t, Plan> && !Plan::kClusters && sizeof(scalar_t) < 8 &&
+constexpr bool kIteratesRows = !Plan::kClusters && sizeof(scalar_t) < 8 &&
                                (Plan::kThreads <= 32 || Plan::kVecs == 3 || Plan::kVecs == 6 || Plan::kVecs == 7);
 
 // Whether 16-bit elements are widened again in each pass over the registers, instead of being kept widened: two
@@ -444,7 +429,7 @@ constexpr int per_row_blocks_per_sm(bool same, int bytes) {
   return std::max(threads / std::max(Plan::kThreads, 64), 1);
 }
 
-// Ragged rows: vectors of two 16-bit elements, or single elements, as in forward.
+// Ragged rows: vectors of two 16-bit elements, or single elements.
 template <typename scalar_t>
 struct RaggedBackwardLadder {
   using type = Ladder<BackwardPlan<8, 4, 2, 28, 3>, BackwardPlan<32, 4, 2, 7, 3>, BackwardPlan<32, 8, 2, 7, 2>,
@@ -505,7 +490,7 @@ constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segm
 template <typename Plan>
 constexpr int kFusedDepth = Plan::kOneBehind ? 4 : 3;
 template <typename Plan>
-constexpr int64_t kMostThirdSlot = Plan::kBlocksPerSm == 2 && !Plan::kOneBehind ? 12 * 1024 : INT64_MAX;  // bytes
+constexpr int64_t kMostThirdSlotBytes = Plan::kBlocksPerSm == 2 && !Plan::kOneBehind ? 12 * 1024 : INT64_MAX;  // bytes
 
 // Strategy "split": in one launch, blocks of rows write grad_input and blocks of columns sum the weight gradients. It
 // reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for problems that fit into

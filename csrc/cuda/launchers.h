@@ -20,6 +20,10 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
 // does not depend on the number of rows.
 cudaError_t launch_usual_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 
+// norm_ragged.cu: rows of any length that are not whole 16-byte vectors. Returns cudaErrorNotSupported for others, and
+// for fp64.
+cudaError_t launch_forward_ragged(const KernelForwardParams& params, cudaStream_t stream);
+
 // norm_forward_long.cu: streams long rows through persistent clusters. Returns cudaErrorNotSupported for rows or cards
 // without such a kernel; the choice depends on hidden_size, dtypes and the card only, because the two kernels round
 // differently. params.workspace holds the counter from which clusters claim rows.

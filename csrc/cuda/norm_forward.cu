@@ -4,8 +4,8 @@
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
 // A group of threads, or a cluster, holds each row in registers: norm_usual.cu for what most models run, else
-// forward_kernel.cuh and forward_*.cu. forward_rows.cuh explains the statistics. Longer rows are streamed
-// (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
+// forward_kernel.cuh and forward_*.cu. forward_rows.cuh explains the statistics. Ragged rows lie in shared memory
+// (norm_ragged.cu); longer rows are streamed (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
 #include "dispatch.cuh"
 #include "launch_plan.h"
 #include "launchers.h"
@@ -25,6 +25,10 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
       if (launched != cudaSuccess) return launched;
     }
     return cudaSuccess;
+  }
+  if (!is_huge_forward(params)) {
+    const cudaError_t launched = launch_forward_ragged(params, stream);
+    if (launched != cudaErrorNotSupported) return launched;
   }
   // The streaming kernel keeps one weight for all rows. Where the next row has another, clusters hold a row in
   // registers; their last plan takes rows of any length

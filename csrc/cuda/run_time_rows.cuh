@@ -215,13 +215,30 @@ struct RunTimeRow {
   // The moments of a row, by one exchange between its threads: about m, the mean of its first four elements. Where that
   // is more than two standard deviations from the mean, once more, about the mean: so var loses little more than two
   // bits. Rows that share a warp do that together; the others get the same bits again. RMSNorm: about m = 0, always.
-  // load_more() starts further loads behind each pass.
+  // add_differences(m, sums) adds this thread's x - m to sums[0], and their squares to sums[1].
   template <typename F>
-  __device__ __forceinline__ Moments<float> moments(Vec (&z)[kHeld], float m, bool is_rms_norm, float inverse_n,
-                                                    SumScratch<kHeld, 2, 2>& scratch, F&& load_more) const {
+  __device__ __forceinline__ Moments<float> moments_by(float m, bool is_rms_norm, float inverse_n,
+                                                       SumScratch<kHeld, 2, 2>& scratch, F&& add_differences) const {
     float sums[2];
     const auto pass = [&](int time) {
       sums[0] = sums[1] = 0;
+      add_differences(m, sums);
+      add_up(sums, scratch, time);
+    };
+    pass(0);
+    const float delta = sums[0] * inverse_n;
+    const bool is_far = !is_rms_norm && (!(5 * delta * delta <= 4 * sums[1] * inverse_n) || isinf(sums[1]));
+    if (__any_sync(0xffffffffu, is_far)) {
+      if (is_far) m += delta;
+      pass(1);
+    }
+    return {0, m, sums[0], sums[1]};  // n is not used
+  }
+  // The same of the vectors z. load_more() starts further loads behind each pass.
+  template <typename F>
+  __device__ __forceinline__ Moments<float> moments(Vec (&z)[kHeld], float m, bool is_rms_norm, float inverse_n,
+                                                    SumScratch<kHeld, 2, 2>& scratch, F&& load_more) const {
+    return moments_by(m, is_rms_norm, inverse_n, scratch, [&](float m, float (&sums)[2]) {
       if (!kFew) optimization_barrier(z);
       for_each([&](int held, int) {
         float d[kVec], squares = 0;
@@ -235,16 +252,7 @@ struct RunTimeRow {
         sums[1] += squares;
       });
       load_more();
-      add_up(sums, scratch, time);
-    };
-    pass(0);
-    const float delta = sums[0] * inverse_n;
-    const bool is_far = !is_rms_norm && (!(5 * delta * delta <= 4 * sums[1] * inverse_n) || isinf(sums[1]));
-    if (__any_sync(0xffffffffu, is_far)) {
-      if (is_far) m += delta;
-      pass(1);
-    }
-    return {0, m, sums[0], sums[1]};  // n is not used
+    });
   }
 };
 

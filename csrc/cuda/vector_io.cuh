@@ -298,8 +298,8 @@ __device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t 
 //
 // Ragged rows, whose last vector may be partial, fill their slots by groups: whole groups go to the first slots, and
 // the group in which the row ends goes to the last slots, wherever it lies in the row. So the code for single elements
-// exists once, not for each vector: otherwise the code of a row did not fit into the instruction cache (H200, bf16, N =
-// 4097, forward: a quarter of the time in instruction fetch stalls).
+// exists once, not for each vector: otherwise the code of a row did not fit into the instruction cache (H200, a forward
+// kernel of such rows, bf16, N = 4097: a quarter of the time in instruction fetch stalls).
 //
 // together: five slots are also one group, which suits rows that fill them and have an epilogue (H200, bf16, N = 5120,
 // gelu: 171 us became 158); the plain norm gained nothing, and 4608 columns lost (135 us, 141).
