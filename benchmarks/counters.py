@@ -72,7 +72,7 @@ def bytes_of(call):
     if op in test_benchmark.EPS:
         return test_benchmark.bytes_moved(Cell(op, direction, dtype, dtype, rows, hidden_size))
     if op in QUANTIZED:
-        return 3 * rows * hidden_size
+        return quant.bytes_of(rows * hidden_size, False)
     passes = fusions.PASSES[fusions.FUSIONS[op][3]][direction == "backward"]
     return passes * rows * hidden_size * DTYPES[dtype].itemsize
 

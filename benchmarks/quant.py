@@ -147,6 +147,11 @@ def providers_of(granularity, adds, code, scale, norm):
     return found | {peer.__name__: peer(granularity, adds, code, scale) for peer in peers}
 
 
+def bytes_of(elements, adds):
+    """Bytes that must be moved for 16-bit x: x and the codes, with a residual also residual and residual_out."""
+    return elements * (7 if adds else 3)
+
+
 def measure(args, timer, copy, found, hidden_size, device, rows):
     """copy: bytes a microsecond; None: few rows, of which no fraction of a rate is told."""
     code = getattr(torch, args.code)
@@ -154,7 +159,7 @@ def measure(args, timer, copy, found, hidden_size, device, rows):
     weight = 1 + 0.1 * torch.randn(hidden_size, device=device, dtype=torch.bfloat16)
     scale = torch.tensor(0.02, device=device)
     for name, (granularity, adds) in CASES.items():
-        must = x.numel() * (7 if adds else 3)
+        must = bytes_of(x.numel(), adds)
         line = [f"{rows:6} {hidden_size:6} {name:16}" + (f" copy {must / copy:6.1f}" if copy else "")]
         for provider, function in providers_of(granularity, adds, code, scale, args.norm).items():
             if not function or (args.providers and provider not in args.providers):

@@ -334,9 +334,9 @@ def list_calls(light=False):
 
 
 @functools.cache
-def crowded_rows():
-    """Backward of longer ragged 16-bit rows takes clusters of 16, two blocks of these an SM: eight blocks of such a
-    plan."""
+def crowded_columns():
+    """Backward of ragged 16-bit rows of more columns takes clusters of 16 with two blocks an SM: the columns of eight
+    such blocks."""
     crowded = r"BackwardPlan<\d+, \d+, 2, \d+, 2, 16>"
     return min(8 * elements for _, plans in ladders() for text, elements, _ in plans if re.match(crowded, text))
 
@@ -351,7 +351,7 @@ def is_followed(call, tool):
     if tool == "synccheck" and sanitizer_version().startswith("2025.3"):
         if function.__name__ in ("plain", "add", "sandwich") and arguments[0] > FEW and arguments[2].itemsize == 2:
             hidden_size = arguments[1]
-            if hidden_size % 8 and crowded_rows() < hidden_size <= 1 << 18:
+            if hidden_size % 8 and crowded_columns() < hidden_size <= 1 << 18:
                 return False
         return all(str(argument) != "torch.float64" for argument in arguments)
     if tool != "initcheck" or function.__name__ != "plain" or "memory_efficient" not in arguments[6]:

@@ -1189,7 +1189,7 @@ int main(int argc, char** argv) {
   for (const int64_t n : {2, 7, 33, 65, 129, 193, 319, 513, 769, 1281, 2049, 12345, 30001, 70001, 120001})
     for (const NamedTypes& types : kTypes) {
       if (types.t.x == DType::kFloat64) continue;
-      for (int feature = 0; feature < 4; ++feature)
+      for (int feature = 0; feature < 4; ++feature)  // those without residual, which is added by another kernel
         for (const int64_t rows : {int64_t{5}, 40000 / n + 3})
           if (++turn % 3 == 0) add_case(cases, types, usual[feature], n, rows, turn % 2);
     }
