@@ -1177,7 +1177,8 @@ int main(int argc, char** argv) {
       {"residual, no bias, far, no stats",
        [](Case& c) { c.load = c.has_residual = c.has_gro = c.first_is_far = true, c.has_bias = c.save_stats = false; }},
   };
-  for (const int64_t n : {128, 256, 384, 640, 1280, 1536, 3072, 5120, 6144, 8192, 12288, 14336, 16384, 24576, 32768})
+  for (const int64_t n :
+       {72, 96, 128, 160, 256, 384, 640, 1280, 1536, 3072, 5120, 6144, 8192, 12288, 14336, 16384, 24576, 32768})
     for (const NamedTypes& types : kTypes) {
       const Types& t = types.t;
       if (t.weight != t.x || t.y != t.x || t.z != t.x || t.residual != t.x || t.x == DType::kFloat64) continue;

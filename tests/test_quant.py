@@ -125,9 +125,10 @@ def test_values(device, hidden_size, granularity):
     rows = (3,) if hidden_size > 4096 or device == "cpu" else (2, 37)
     options, group_size = options_of(granularity, hidden_size, device)
     norms = [(True, False), (False, True), *([(True, True)] if device == "cuda" else [])]
-    for dtype, code, (is_rms, has_bias) in itertools.product((bf16, fp16, fp32), CODES, norms):
+    codes = [(code, 0.0) for code in CODES] + [(int8, 1.0)]
+    for dtype, (code, offset), (is_rms, has_bias) in itertools.product((bf16, fp16, fp32), codes, norms):
         x, weight, bias, _ = make(rows, hidden_size, dtype, device)
-        bias, offset = bias if has_bias else None, 1.0 if code == int8 else 0.0
+        bias = bias if has_bias else None
         with poisoned():
             q, scale = norm_of(is_rms)(x, weight, bias, EPS[is_rms], dtype=code, weight_offset=offset, **options)
         check(Exact(x, weight, bias, is_rms, weight_offset=offset), q, scale, code, group_size)

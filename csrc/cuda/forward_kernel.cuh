@@ -205,13 +205,13 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
   constexpr bool kOrdered =
       kHasEpilogue<Fused> || kIsWide || (kAddsOffset && kVecs == 4 && kIterates<scalar_t, weight_t, Plan, Fused>);
   if constexpr (kOrdered) __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
-  const auto weight_vec = [&](const auto* weight, int count, bool given) {
-    return load_parameter<kVec, kOrdered>(weight, count, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
+  const auto weight_vec = [&](const auto* weight, bool given) {
+    return load_parameter<kVec, kOrdered>(weight, kVec, given, one_vec<std::decay_t<decltype(*weight)>, kVec>());
   };
-  const auto bias_vec = [&](const auto* bias, int count) {
+  const auto bias_vec = [&](const auto* bias) {
     using bias_t = std::decay_t<decltype(*bias)>;
     constexpr acc_t kNone = kHasLoad<Fused> ? acc_t(-0.0) : acc_t(0);  // Llama's product keeps the sign of a zero
-    return load_parameter<kVec, kOrdered>(bias, count, params.bias, filled_vec<bias_t, kVec>(kNone));
+    return load_parameter<kVec, kOrdered>(bias, kVec, params.bias, filled_vec<bias_t, kVec>(kNone));
   };
 
   // Load; elements beyond the row are never used
@@ -305,8 +305,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
       [[maybe_unused]] RawVec<parameter_t, kVec> next_weight, next_bias;
       [[maybe_unused]] const auto ask_for = [&](int v, bool is_there) {
         if (v >= kVecs || !(is_there || held.count(v) > 0)) return;
-        next_weight = weight_vec(weight + v * kStep, kVec, plain || params.weight);
-        next_bias = bias_vec(bias + v * kStep, kVec);
+        next_weight = weight_vec(weight + v * kStep, plain || params.weight);
+        next_bias = bias_vec(bias + v * kStep);
       };
       const auto store_each = [&](auto&& apply) {
         if constexpr (kAhead) ask_for(0, false);
@@ -319,8 +319,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams<scalar_t, Fused>
             unpack(next_bias, offset);
             ask_for(v + 1, whole && (v + 1) % Held::kGroup != 0);
           } else {
-            unpack(weight_vec(weight + tile + skip, kVec, params.weight), scale);
-            unpack(bias_vec(bias + tile + skip, kVec), offset);
+            unpack(weight_vec(weight + tile + skip, params.weight), scale);
+            unpack(bias_vec(bias + tile + skip), offset);
           }
           if (!plain || kAddsOffset) {
 #pragma unroll

@@ -110,13 +110,14 @@ template <>
 struct EpilogueLadder<float> : LoadLadder<float> {};
 
 // With a row gate, which a thread holds in registers beside x. Empty slots cost time here too (H200, bf16, plans of
-// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76; 1280 0.87, by five 1.02). Six
+// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76; 1280 0.87, by five 1.02). Eight
+// vectors and 128 threads beside four and 256: 8192 2 to 4% shorter. Two vectors and 4 threads: 64 6% longer. Six
 // vectors and 256 threads: 12288 8% shorter, 10240 6% longer.
 template <typename scalar_t>
 struct GateLadder {
   using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<32, 4, 8>,
                       RowPlan<32, 5, 8>, RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<64, 5, 8>, RowPlan<128, 3, 8>,
-                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<256, 4, 8>, RowPlan<256, 8, 8>>;
+                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<128, 8, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
 struct GateLadder<float> {
@@ -124,33 +125,39 @@ struct GateLadder<float> {
                       RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
-// A run-time value (run_time_rows.cuh): three to eight vectors a thread, with as few empty slots as possible. Few rows
-// have one vector a thread (H100, quantized 8 x 4096, a scale a row, behind other kernels: 2.36 us, with four 2.69).
-// From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast.
+// A run-time value (run_time_rows.cuh): two to eight vectors a thread, with as few empty slots as possible. Few rows
+// have one vector a thread and a block each (H100, quantized 8 x 4096, a scale a row, behind other kernels: 2.36 us,
+// with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast; short rows count as 128
+// vectors (H200, RMSNorm of 1024 x 64: 1.35 us, a block each 1.94).
+constexpr int kRunTimeBlock = 64;          // threads, at least
 constexpr int kMostFewRowsSlots = 5;       // of a plan for few rows
 constexpr int kRunTimeFewRowsBlock = 512;  // threads, at most
+constexpr int kRunTimeFewRowsLeast = 128;  // vectors that a row counts as, at least
 constexpr int64_t kRunTimeFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
 
 // The most threads of a row by the vectors that a thread holds. Usual calls on an H200, bf16, x of 256 MiB, copy 127.5
-// us: RMSNorm 12288 by three vectors and 512 threads 139, by six and 256 134; 16384 by four and 512 130.5, by eight and
-// 256 134; 32768 by four and 1024 145, by eight and 512 135; fp32 5120 by four and 512 148, by five and 256 129.
-constexpr int most_usual_threads(int held) { return held == 3 || held == 5 ? 256 : 512; }
-constexpr int most_quant_threads(int held) { return held > 5 ? 0 : held == 5 ? 768 : 1024; }
+// us: RMSNorm 64 by four vectors and 2 threads 142, by two and 4 127; 12288 by three vectors and 512 threads 139, by
+// six and 256 134; 16384 by four and 512 130.5, by eight and 256 134; 32768 by four and 1024 145, by eight and 512 135;
+// fp32 5120 by four and 512 148, by five and 256 129. Two vectors and 256 threads: 4096 130.4 and 128.0, but 2048 x
+// 4096 6.3 and 7.0.
+constexpr int most_usual_threads(int held) { return held == 2 ? 4 : held == 3 || held == 5 ? 256 : 512; }
+// Five: 72 registers, for seven blocks of 128 threads (RMSNorm of 5120 columns 97 us, by 74 registers 101).
+constexpr int most_quant_threads(int held) { return held == 2 || held > 5 ? 0 : held == 5 ? 896 : 1024; }
 
-// Sizes that norm_usual.cu takes. Others have the plans above, which are faster there: RMSNorm of less than 128 columns
-// (64: 131 us, by a run-time plan 147), LayerNorm of less than 256 (8 x 128: 1.3 us, 1.8), and 16-bit LayerNorm of
-// 12289 to 16384 (16384, by eight vectors and 256 threads: 133 us; run-time plans: 140, or 134 by that plan, but
-// then 4.3 us, not 3.2, with 8 rows).
+// Sizes that norm_usual.cu takes. Shorter rows have the plans above, and 16-bit LayerNorm of 12289 to 16384, which is
+// faster there (16384, by eight vectors and 256 threads: 133 us; run-time plans: 140, or 134 by that plan, but then 4.3
+// us, not 3.2, with 8 rows).
 constexpr bool is_usual_size(int64_t hidden_size, int element_bytes, bool is_rms_norm) {
-  if (is_rms_norm) return hidden_size >= 128;
-  return hidden_size >= 256 && (element_bytes > 2 || hidden_size <= 12288 || hidden_size > 16384);
+  if (hidden_size * element_bytes < 128) return false;
+  return is_rms_norm || element_bytes > 2 || hidden_size <= 12288 || hidden_size > 16384;
 }
 constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
 // Ragged rows (not whole 16-byte vectors, norm_ragged.cu): the fewest threads, a power of two, that take at most so
 // many bytes each. A row costs a warp about 350 instructions, an element 21. H200, bf16, 2049 columns, by 48 and 96
-// elements a thread: 201 us, 158; 8193: 177, 150; 8 x 4097: 4.8, 6.0.
-constexpr int kRaggedBytes = 192;
+// elements a thread: 201 us, 158; 8193: 177, 150; 8 x 4097: 4.8, 6.0. By at most 192 and 200 bytes: bf16 769 columns
+// 173, 163; 3073 178, 158; fp32 12345 198, 183 (256 threads and the larger L1 cache); but fp32 769 140, 145.
+constexpr int ragged_bytes(int element_bytes, int threads) { return element_bytes == 2 || threads == 256 ? 200 : 192; }
 constexpr int kRaggedBlock = 512;          // threads, at most
 constexpr int kRaggedThreadsPerSm = 1536;  // for the compiler: 40 registers; 32 and 48 were up to 10% slower
 constexpr int kRaggedWarpsBlock = 128;     // threads of a block of shorter rows, of which each has at most a warp

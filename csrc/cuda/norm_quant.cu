@@ -1,5 +1,5 @@
 // The norm with a quantized result, for inference, in one pass: the threads of a row hold it in registers. All but the
-// type of z and the slots of a thread are run-time values; for RMSNorm without bias there is shorter code.
+// type of z and the slots of a thread are run-time values; for what most models run there is shorter code.
 #include <cuda_fp8.h>
 
 #include "async.cuh"
@@ -24,6 +24,13 @@ __device__ __forceinline__ float greater(float a, float b) {
 #endif
 }
 
+// Off by at most a unit in the last place. The exact one has a function call for subnormal numbers, which spills.
+__device__ __forceinline__ float reciprocal(float value) {
+  float found;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(found) : "f"(value));
+  return found;
+}
+
 // The greatest of each of four values over four adjacent lanes: lane i of the four gets that of value i. Three
 // exchanges, where a butterfly for each value takes eight.
 __device__ __forceinline__ float greatest_of_four_lanes(const float (&values)[4]) {
@@ -41,10 +48,15 @@ __device__ __forceinline__ float greatest_of_four_lanes(const float (&values)[4]
 template <CodeDType dtype>
 __device__ __forceinline__ unsigned two_codes(float low, float high) {
   if constexpr (dtype == CodeDType::kInt8) {
-    const auto code = [](float value) {  // 0 for NaN
-      return static_cast<unsigned>(max(min(__float2int_rn(value), 127), -127)) & 0xffu;
-    };
+    const auto rounded = [](float value) { return max(__float2int_rn(value), -127); };  // 0 for NaN
+#if __CUDA_ARCH__ >= 720
+    unsigned codes;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(codes) : "r"(rounded(high)), "r"(rounded(low)));
+    return codes;
+#else
+    const auto code = [&](float value) { return static_cast<unsigned>(min(rounded(value), 127)) & 0xffu; };
     return code(low) | code(high) << 8;
+#endif
   } else {
     constexpr auto kind = dtype == CodeDType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kind);
@@ -71,14 +83,19 @@ __device__ __forceinline__ float amax_of(const float (&values)[kVec]) {
   return amax;
 }
 
-// kUsual: what most models run, y = z * (weight + weight_offset) * rstd. It multiplies rstd into the reciprocal of the
-// scale. kAny takes every call.
-enum class QuantKind { kUsual, kAny };
+// What most models run has code of its own: codes of y = z * (weight + weight_offset) * rstd, where rstd goes into the
+// reciprocal of the scale, and of y = x_hat * weight + bias. kAny takes every call.
+enum class QuantKind { kUsualRms, kUsualLayer, kAny };
 
-bool is_usual(const NormQuantParams& params) {
-  return params.is_rms_norm && params.weight && !params.bias && !params.y && params.segments <= 1 &&
-         params.code_dtype != CodeDType::kFloat8E5M2 && params.x_dtype == params.z_dtype &&
-         (params.weight_dtype == params.z_dtype || params.weight_dtype == DType::kFloat32);
+QuantKind kind_of(const NormQuantParams& params) {
+  const bool is_usual = params.weight && !params.y && params.segments <= 1 &&
+                        params.code_dtype != CodeDType::kFloat8E5M2 && params.x_dtype == params.z_dtype;
+  const bool has_weight_of_z = params.weight_dtype == params.z_dtype;
+  if (!is_usual) return QuantKind::kAny;
+  if (!params.is_rms_norm)
+    return has_weight_of_z && params.weight_offset == 0 ? QuantKind::kUsualLayer : QuantKind::kAny;
+  return !params.bias && (has_weight_of_z || params.weight_dtype == DType::kFloat32) ? QuantKind::kUsualRms
+                                                                                     : QuantKind::kAny;
 }
 
 // For finish_row(), which stores no statistics.
@@ -90,14 +107,14 @@ struct QuantNorm {
 
 template <int kHeld, QuantKind kKind>
 struct QuantScratch {
-  static constexpr int kSums = kKind == QuantKind::kUsual ? 1 : 2;
+  static constexpr int kSums = kKind == QuantKind::kUsualRms ? 1 : 2;
   SumScratch<kHeld, kSums, kSums> sums;
   float amax[32];  // the greatest of each warp
 };
 
 template <typename scalar_t, int kHeld, QuantKind kKind>
 struct QuantRow : RunTimeRow<scalar_t, kHeld> {
-  static constexpr bool kIsUsual = kKind == QuantKind::kUsual;
+  static constexpr bool kIsUsual = kKind != QuantKind::kAny;
   using Base = RunTimeRow<scalar_t, kHeld>;
   using Base::first_col, Base::for_each, Base::hidden_size, Base::kFew, Base::kVec, Base::lane, Base::row,
       Base::spans_warps, Base::step, Base::threads, Base::warp;
@@ -156,8 +173,12 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
     });
   }
 
-  __device__ __forceinline__ void store_codes(int col, const float (&values)[kVec], float inverse) const {
-    uint8_t* codes = static_cast<uint8_t*>(params.codes) + row * hidden_size + col;
+  __device__ __forceinline__ uint8_t* codes_of_row() const {
+    uint8_t* codes = static_cast<uint8_t*>(params.codes) + row * hidden_size;
+    asm volatile("" : "+l"(codes));  // else it is worked out again for each vector
+    return codes;
+  }
+  __device__ __forceinline__ void store_codes(uint8_t* codes, const float (&values)[kVec], float inverse) const {
     if (!kIsUsual && params.code_dtype == CodeDType::kFloat8E5M2)
       store_raw(codes, codes_of<CodeDType::kFloat8E5M2>(values, inverse));
     else if (params.code_dtype == CodeDType::kInt8)
@@ -169,14 +190,16 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
   // With one scale for the row, given or found.
   __device__ __forceinline__ void quantize(const float (&values)[kHeld][kVec], float factor, float scale) const {
     if (!params.scale && first_col == 0) params.scales[row * params.scale_row_stride] = scale;
-    const float inverse = __frcp_rn(scale) * factor;
-    for_each([&](int held, int col) { store_codes(col, values[held], inverse); });
+    const float inverse = reciprocal(scale) * factor;
+    uint8_t* const codes = codes_of_row();
+    for_each([&](int held, int col) { store_codes(codes + col, values[held], inverse); });
   }
 
-  // With a scale for each group. __fdividef is off by at most a unit in the last place.
+  // With a scale for each group.
   __device__ __forceinline__ void quantize_groups(const float (&values)[kHeld][kVec], float factor) const {
     const int group_size = static_cast<int>(params.group_size), shift = __ffs(group_size) - 1;
     float* scales = params.scales + row * params.scale_row_stride;
+    uint8_t* const codes = codes_of_row();
     // Four vectors at a time, for whose groups lane i of each four then has the scale of vector i
 #pragma unroll
     for (int from = 0; from < kHeld; from += 4) {
@@ -187,7 +210,7 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
 #pragma unroll
       for (int offset = 4; offset <= kQuantGroup / kVec / 2; offset *= 2)
         if (2 * offset * kVec <= group_size) amax = greater(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
-      const float scale = scale_of(amax * factor), inverse = __fdividef(factor, scale);
+      const float scale = scale_of(amax * factor), inverse = reciprocal(scale) * factor;
       const int mine = from + lane % 4, col = first_col + mine * step;
       if ((first_col & (group_size - 1)) < 4 * kVec && mine < kHeld && col < hidden_size)
         scales[(col >> shift) * params.scale_group_stride] = scale;
@@ -195,7 +218,7 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
       for (int i = 0; i < 4 && from + i < kHeld; ++i) {
         const float of_vector = __shfl_sync(0xffffffffu, inverse, i, 4);
         const int col = first_col + (from + i) * step;
-        if (col < hidden_size) store_codes(col, values[from + i], of_vector);
+        if (col < hidden_size) store_codes(codes + col, values[from + i], of_vector);
       }
     }
   }
@@ -215,33 +238,12 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
   const Row row(params, scratch, log_threads, slots);
   if (row.row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
   wait_for_previous_kernel();
-  Vec z[kHeld], weights[kHeld];
-#pragma unroll
-  for (int held = 0; held < kHeld; ++held) weights[held] = zero_vec<scalar_t, kVec>();
   // Loaded late, for lack of registers: weights of another type than z, and the scale of the general kernel
-  constexpr bool kEarly = Row::kFew || Row::kIsUsual;
-  const bool is_early = params.weight_dtype == dtype_of<scalar_t>;
+  constexpr bool kEarly = Row::kFew || kKind == QuantKind::kUsualRms;
   float given = 0;
-  const auto load_more = [&] {
-    if (Row::kIsUsual && is_early) {
-      row.for_each([&](int held, int col) {
-        weights[held] = load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.weight) + col);
-      });
-    }
+  const auto load_scale = [&] {
     if (kEarly && params.scale) given = *params.scale;
   };
-  float near_mean = 0;
-  if constexpr (Row::kIsUsual) {
-    typename Row::template First<scalar_t> unused;
-    row.template load<scalar_t, false>(z, unused, params, load_more);
-  } else {
-    Row::with_type(params.x_dtype, [&](auto type) {
-      using x_t = decltype(type);
-      typename Row::template First<x_t> first;
-      row.template load<x_t, true>(z, first, params, load_more);
-      if (!params.is_rms_norm) near_mean = first.mean(params.residual);
-    });
-  }
 
   float values[kHeld][kVec] = {}, amax = 0, factor = 1;
   const auto find_greatest = [&] {
@@ -250,11 +252,20 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
     for (int held = 0; held < kHeld; ++held) amax = greater(amax, amax_of(values[held]));
     row.share_greatest(amax);
   };
-  if constexpr (Row::kIsUsual) {
+  if constexpr (kKind == QuantKind::kUsualRms) {
+    UsualVectors<scalar_t, kHeld> vectors;
+#pragma unroll
+    for (auto& weights : vectors.weights) weights = zero_vec<scalar_t, kVec>();
+    const bool is_early = params.weight_dtype == dtype_of<scalar_t>;
+    typename Row::template First<scalar_t> unused;
+    row.template load<scalar_t, false>(vectors.z, unused, params, [&] {
+      if (is_early) row.for_each([&](int held, int col) { vectors.load_weight(params, held, col); });
+      load_scale();
+    });
     float sum[1] = {};
     const auto take = [&](int held, const auto& weight) {
       float scale[kVec], squares = 0;
-      unpack(z[held], values[held]);
+      unpack(vectors.z[held], values[held]);
       unpack(weight, scale);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
@@ -265,7 +276,7 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
     };
     if (is_early) {
 #pragma unroll
-      for (int held = 0; held < kHeld; ++held) take(held, weights[held]);
+      for (int held = 0; held < kHeld; ++held) take(held, vectors.weights[held]);
     } else {
       row.for_each([&](int held, int col) {
         take(held, load_vec<float, kVec, true>(static_cast<const float*>(params.weight) + col));
@@ -274,7 +285,33 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
     find_greatest();
     row.add_up(sum, scratch.sums, 0);
     factor = inverse_sqrt(fma(sum[0], inverse_n, eps));
+  } else if constexpr (kKind == QuantKind::kUsualLayer) {
+    UsualVectors<scalar_t, kHeld, false> vectors;
+    const Moments<float> moments = vectors.load_for_layer_norm(row, params, inverse_n, scratch.sums, load_scale);
+    const RowNorm<float> norm = finish_row(moments, inverse_n, QuantNorm{eps, false}, row.row, /*saves=*/false);
+    if (params.scale) {  // a vector at a time
+      optimization_barrier(vectors.z);
+      const float inverse = reciprocal(kEarly ? given : *params.scale);
+      uint8_t* const codes = row.codes_of_row();
+      return row.for_each([&](int held, int col) {
+        float y[kVec];
+        vectors.layer_norm(y, norm, params, held, col);
+        row.store_codes(codes + col, y, inverse);
+      });
+    }
+    optimization_barrier(vectors.z);
+    row.for_each([&](int held, int col) { vectors.layer_norm(values[held], norm, params, held, col); });
+    find_greatest();
+    if (row.spans_warps() && row.finds_scale_of_row()) __syncthreads();
   } else {
+    Vec z[kHeld];
+    float near_mean = 0;
+    Row::with_type(params.x_dtype, [&](auto type) {
+      using x_t = decltype(type);
+      typename Row::template First<x_t> first;
+      row.template load<x_t, true>(z, first, params, load_scale);
+      if (!params.is_rms_norm) near_mean = first.mean(params.residual);
+    });
     const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, inverse_n, scratch.sums, [] {});
     const RowNorm<float> norm =
         finish_row(moments, inverse_n, QuantNorm{eps, params.is_rms_norm}, row.row, /*saves=*/false);
@@ -340,8 +377,11 @@ int launch_norm_quant_cuda(const NormQuantParams& params, CUstream_st* stream) {
     if constexpr (sizeof(scalar_t) == 8) {
       return cudaErrorInvalidValue;
     } else {
-      if (is_usual(params)) return launch_norm_quant<scalar_t, QuantKind::kUsual>(params, stream);
-      return launch_norm_quant<scalar_t, QuantKind::kAny>(params, stream);
+      switch (kind_of(params)) {
+        case QuantKind::kUsualRms: return launch_norm_quant<scalar_t, QuantKind::kUsualRms>(params, stream);
+        case QuantKind::kUsualLayer: return launch_norm_quant<scalar_t, QuantKind::kUsualLayer>(params, stream);
+        default: return launch_norm_quant<scalar_t, QuantKind::kAny>(params, stream);
+      }
     }
   });
 }

@@ -190,22 +190,23 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
   wait_for_previous_kernel();
   if constexpr (kIsShared) row.fill();
 
-  const Moments<float> moments = row.moments_by(params.is_rms_norm ? 0 : row.near_mean(), params.is_rms_norm, inverse_n,
-                                                scratch, [&](float m, float (&sums)[2]) {
-                                                  row.for_each_batch([&](int col, auto count) {
-                                                    float values[decltype(count)::value][kVec];
-                                                    row.load_batch(values, col, m);
+  const auto add_differences = [&](float m, float (&sums)[2]) {
+    row.for_each_batch([&](int col, auto count) {
+      float values[decltype(count)::value][kVec];
+      row.load_batch(values, col, m);
 #pragma unroll
-                                                    for (auto& vec : values) {
+      for (auto& vec : values) {
 #pragma unroll
-                                                      for (float& value : vec) {
-                                                        value -= m;
-                                                        sums[1] = fma(value, value, sums[1]);
-                                                      }
-                                                      sums[0] += vec_sum(vec);
-                                                    }
-                                                  });
-                                                });
+        for (float& value : vec) {
+          value -= m;
+          sums[1] = fma(value, value, sums[1]);
+        }
+        sums[0] += vec_sum(vec);
+      }
+    });
+  };
+  const Moments<float> moments =
+      row.moments_by(params.is_rms_norm ? 0 : row.near_mean(), params.is_rms_norm, inverse_n, scratch, add_differences);
   const RowNorm<float> norm = finish_row(moments, inverse_n, params, row.row, row.rank == 0);
   __syncwarp();  // all lanes have read the first elements
 
@@ -264,10 +265,9 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
     }
     store(type, std::false_type());
   };
-  if (params.weight_dtype == DType::kFloat32)
-    store_by(float());
-  else
-    store_by(scalar_t());
+  if constexpr (sizeof(scalar_t) == 2)
+    if (params.weight_dtype != DType::kFloat32) return store_by(scalar_t());
+  store_by(float());
 }
 
 // The most lanes of a warp that access one bank of shared memory, if the threads of a row begin `apart` bytes apart.
@@ -286,9 +286,11 @@ cudaError_t launch_ragged(const KernelForwardParams& params, cudaStream_t stream
   constexpr int kBytes = sizeof(scalar_t), kVec = RaggedRow<scalar_t, true>::kVec;
   const int64_t n = params.hidden_size, row_bytes = n * kBytes;
   RaggedPlan plan{};
-  while (row_bytes > static_cast<int64_t>(kRaggedBytes) << plan.log_threads && 1 << plan.log_threads < kRaggedBlock)
+  int threads = 1;
+  for (; row_bytes > static_cast<int64_t>(ragged_bytes(kBytes, threads)) * threads && threads < kRaggedBlock;
+       threads *= 2)
     ++plan.log_threads;
-  const int threads = 1 << plan.log_threads, block = threads > 32 ? threads : kRaggedWarpsBlock;
+  const int block = threads > 32 ? threads : kRaggedWarpsBlock;
   plan.stride = 1, plan.step = threads;  // a thread takes every threads-th vector,
   if (threads < 32) {                    // or adjacent ones where fewer lanes then share a bank
     const int least = static_cast<int>((n - 1) / (threads * kVec)) + 1;

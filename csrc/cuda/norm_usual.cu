@@ -17,11 +17,14 @@ struct UsualParams {
   static constexpr bool is_rms_norm = false;  // for finish_row()
 };
 
-// Registers: 64 a thread, 80 for five vectors.
 template <int kHeld>
-constexpr int kUsualBlock = kHeld == 1 ? kRunTimeFewRowsBlock : most_usual_threads(kHeld);
+constexpr int kUsualBlock = kHeld == 1   ? kRunTimeFewRowsBlock
+                            : kHeld == 2 ? kRunTimeBlock
+                                         : most_usual_threads(kHeld);
+// Registers: 64 a thread, 40 for two vectors, 80 for five.
 template <int kHeld>
 constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
+                                  : kHeld == 2 ? 1536 / kUsualBlock<kHeld>
                                   : kHeld == 5 ? 3
                                                : 1024 / kUsualBlock<kHeld>;
 
@@ -35,27 +38,16 @@ __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
   if (row.row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
   wait_for_previous_kernel();
 
-  // Weight and bias are loaded as early as there are registers: with x; some biases behind the first pass over z; five
-  // behind the exchange; else each with its vector of y.
-  constexpr bool kEarlyWeights = kHeld < 6;
-  constexpr int kEarlyBiases = Row::kFew ? kHeld : 0, kMidBiases = kHeld < 5 ? 3 : 0, kLateBiases = kHeld == 5 ? 5 : 0;
-  typename Row::Vec z[kHeld], weights[kHeld], biases[kHeld];
-  const auto load_weight = [&](int held, int col) {
-    weights[held] = load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.weight) + col);
-  };
-  const auto load_bias = [&](int held, int col) {
-    biases[held] = params.bias ? load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.bias) + col)
-                               : filled_vec<scalar_t, kVec>(-0.f);  // y + -0 is y, also where that is -0
-  };
-  typename Row::template First<scalar_t> first;
-  row.template load<scalar_t, !kIsRms>(z, first, params, [&] {
-    row.for_each([&](int held, int col) {
-      if (kEarlyWeights) load_weight(held, col);
-      if (!kIsRms && held < kEarlyBiases) load_bias(held, col);
-    });
-  });
+  UsualVectors<scalar_t, kHeld> vectors;
+  auto& z = vectors.z;
   RowNorm<float> norm{};
   if constexpr (kIsRms) {
+    typename Row::template First<scalar_t> unused;
+    row.template load<scalar_t, false>(z, unused, params, [&] {
+      row.for_each([&](int held, int col) {
+        if (vectors.kEarlyWeights) vectors.load_weight(params, held, col);
+      });
+    });
     float sum[1] = {};
     const auto square = [&](int held, int) {
       float values[kVec], squares = 0;
@@ -75,29 +67,22 @@ __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
     norm.rstd = inverse_sqrt(fma(sum[0], params.inverse_n, params.eps));
     if (params.rstd && row.first_col == 0) static_cast<float*>(params.rstd)[row.row] = norm.rstd;
   } else {
-    const Moments<float> moments = row.moments(z, first.mean(params.residual), false, params.inverse_n, scratch, [&] {
-      row.for_each([&](int held, int col) {
-        if (held >= kEarlyBiases && held < kMidBiases) load_bias(held, col);
-      });
-    });
-    if (kLateBiases > 0) row.for_each(load_bias);
+    const Moments<float> moments = vectors.load_for_layer_norm(row, params, params.inverse_n, scratch, [] {});
     norm = finish_row(moments, params.inverse_n, params, row.row, row.first_col == 0);
   }
   if (kHeld > 3) optimization_barrier(z);
   scalar_t* y = static_cast<scalar_t*>(params.y) + row.row * row.hidden_size;
   row.for_each([&](int held, int col) {
-    float values[kVec], scale[kVec], offset[kVec];
-    if (!kEarlyWeights) load_weight(held, col);
-    unpack(z[held], values);
-    unpack(weights[held], scale);
+    float values[kVec];
     if constexpr (kIsRms) {
+      float scale[kVec];
+      if (!vectors.kEarlyWeights) vectors.load_weight(params, held, col);
+      unpack(z[held], values);
+      unpack(vectors.weights[held], scale);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values[i] = values[i] * norm.rstd * (scale[i] + params.weight_offset);
     } else {
-      if (held >= std::max({kEarlyBiases, kMidBiases, kLateBiases})) load_bias(held, col);
-      unpack(biases[held], offset);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] = fma(norm.x_hat(values[i]), scale[i], offset[i]);
+      vectors.layer_norm(values, norm, params, held, col);
     }
     store_vec(y + col, values);
   });
@@ -105,7 +90,7 @@ __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
 
 template <typename scalar_t, bool kIsRms>
 cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
-  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows, 1, most_usual_threads);
+  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows, 4, most_usual_threads);
   const UsualParams arguments{params.x,
                               stage.residual,
                               params.weight,
@@ -124,7 +109,7 @@ cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cu
                               inverse_of<float>(params.hidden_size),
                               static_cast<float>(params.eps),
                               params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f};  // none
-  return with_held<1, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
+  return with_held<1, 2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
     return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms>, arguments);
   });

@@ -3,7 +3,7 @@
 // option.
 //
 // A row has 2^log_threads threads with up to eight slots each; slot s of thread t is vector s * threads + t of the row.
-// With kHeld 3 to 8 a thread holds all of its slots, and a block has one row, or several of at most 32 threads. With
+// With kHeld 2 to 8 a thread holds all of its slots, and a block has one row, or several of at most 32 threads. With
 // kHeld 1, for few rows, a block has one row and a thread for each slot. Both add in the same order, so the result of a
 // row does not depend on the number of rows.
 #pragma once
@@ -31,7 +31,7 @@ struct RunTimePlan {
     const int vectors = static_cast<int>(hidden_size * element_bytes / 16);
     RunTimePlan plan{};
     int fewest_slots = INT_MAX;
-    for (int held : {4, 3, 5, 6, 8}) {  // the first of those with as few empty slots
+    for (int held : {2, 4, 3, 5, 6, 8}) {  // the first of those with as few empty slots
       int log_threads = log_of(least_threads);
       while (held << log_threads < vectors) ++log_threads;
       if (1 << log_threads > most_threads(held) || held << log_threads >= fewest_slots) continue;
@@ -42,8 +42,9 @@ struct RunTimePlan {
     if (plan.held == 0) return plan;
     const int threads = 1 << plan.log_threads;
     plan.slots = (vectors - 1) / threads + 1;
-    plan.block = std::max(threads, 64);
-    if (threads >= 16 && plan.slots * threads <= kRunTimeFewRowsBlock && rows * vectors <= kRunTimeFewRowsVectors) {
+    plan.block = std::max(threads, kRunTimeBlock);
+    if (plan.slots * threads <= kRunTimeFewRowsBlock &&
+        rows * std::max(vectors, kRunTimeFewRowsLeast) <= kRunTimeFewRowsVectors) {
       plan.held = 1;
       plan.block = (plan.slots * threads + 31) / 32 * 32;
     }
@@ -125,12 +126,14 @@ struct RunTimeRow {
     }
   };
 
-  // z = x, or residual + x, which is stored if residual_out is wanted. z is zero where this thread has no vector.
-  // load_more() starts further loads.
+  // z = x, or residual + x, which is stored if residual_out is wanted. Where this thread has no vector, z is zero, or
+  // undefined if kWantsFirst. load_more() starts further loads.
   template <typename x_t, bool kWantsFirst, typename Params, typename F>
   __device__ __forceinline__ void load(Vec (&z)[kHeld], First<x_t>& first, const Params& params, F&& load_more) const {
+    if constexpr (!kWantsFirst) {
 #pragma unroll
-    for (int held = 0; held < kHeld; ++held) z[held] = zero_vec<scalar_t, kVec>();
+      for (int held = 0; held < kHeld; ++held) z[held] = zero_vec<scalar_t, kVec>();
+    }
     const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row);
     if (!params.residual) {
       if constexpr (std::is_same<x_t, scalar_t>::value)
@@ -178,10 +181,10 @@ struct RunTimeRow {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) target.of[i] = sums[i];
     };
-    const auto add_lanes = [&](int lanes, bool may_be_few) {
+    const auto add_lanes = [&](int lanes) {
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2)
-        if ((offset < 16 && !may_be_few) || offset < lanes)
+        if (offset < lanes)
 #pragma unroll
           for (int i = 0; i < kSums; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
     };
@@ -201,7 +204,7 @@ struct RunTimeRow {
         for (const Sums& of : of_slot) sums[i] += of.of[i];
       }
     }
-    add_lanes(threads, !kFew);
+    add_lanes(threads);
     if (threads <= 32) return;
     if (lane == 0 && (!kFew || part == 0)) share(scratch.warps[time][warp]);
     __syncthreads();
@@ -209,7 +212,7 @@ struct RunTimeRow {
     const Sums of_warp = scratch.warps[time][lane & (warps - 1)];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = of_warp.of[i];
-    add_lanes(warps, true);
+    add_lanes(warps);
   }
 
   // The moments of a row, by one exchange between its threads: about m, the mean of its first four elements. Where that
@@ -253,6 +256,65 @@ struct RunTimeRow {
       });
       load_more();
     });
+  }
+};
+
+// A thread's part of z, weight and bias where they have one type, and one weight goes for all rows.
+template <typename scalar_t, int kHeld, bool kPrefetchesBias = true>
+struct UsualVectors {
+  using Row = RunTimeRow<scalar_t, kHeld>;
+  static constexpr int kVec = Row::kVec;
+  // Weight and bias are loaded as early as there are registers: with x; with kPrefetchesBias some biases behind the
+  // first pass over z, or five behind the exchange; else each with its vector of y.
+  static constexpr bool kEarlyWeights = kHeld < 6;
+  static constexpr int kEarlyBiases = Row::kFew ? kHeld : 0,
+                       kMidBiases = kPrefetchesBias && kHeld > 2 && kHeld < 5 ? 3 : 0,
+                       kLateBiases = kPrefetchesBias && kHeld == 5 ? 5 : 0;
+  typename Row::Vec z[kHeld], weights[kHeld], biases[kHeld];
+
+  template <typename Params>
+  __device__ __forceinline__ void load_weight(const Params& params, int held, int col) {
+    weights[held] = load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.weight) + col);
+  }
+  template <typename Params>
+  __device__ __forceinline__ void load_bias(const Params& params, int held, int col) {
+    biases[held] = params.bias ? load_vec<scalar_t, kVec, true>(static_cast<const scalar_t*>(params.bias) + col)
+                               : filled_vec<scalar_t, kVec>(-0.f);  // y + -0 is y, also where that is -0
+  }
+
+  // Loads z for LayerNorm and finds its moments. load_more() starts further loads.
+  template <typename Params, typename F>
+  __device__ __forceinline__ Moments<float> load_for_layer_norm(const Row& row, const Params& params, float inverse_n,
+                                                                SumScratch<kHeld, 2, 2>& scratch, F&& load_more) {
+    typename Row::template First<scalar_t> first;
+    row.template load<scalar_t, true>(z, first, params, [&] {
+      row.for_each([&](int held, int col) {
+        if (kEarlyWeights) load_weight(params, held, col);
+        if (held < kEarlyBiases) load_bias(params, held, col);
+      });
+      load_more();
+    });
+    const Moments<float> moments = row.moments(z, first.mean(params.residual), false, inverse_n, scratch, [&] {
+      row.for_each([&](int held, int col) {
+        if (held >= kEarlyBiases && held < kMidBiases) load_bias(params, held, col);
+      });
+    });
+    if (kLateBiases > 0) row.for_each([&](int held, int col) { load_bias(params, held, col); });
+    return moments;
+  }
+
+  // y of LayerNorm.
+  template <typename Params>
+  __device__ __forceinline__ void layer_norm(float (&y)[kVec], const RowNorm<float>& norm, const Params& params,
+                                             int held, int col) {
+    float scale[kVec], offset[kVec];
+    if (!kEarlyWeights) load_weight(params, held, col);
+    unpack(z[held], y);
+    unpack(weights[held], scale);
+    if (held >= std::max({kEarlyBiases, kMidBiases, kLateBiases})) load_bias(params, held, col);
+    unpack(biases[held], offset);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = fma(norm.x_hat(y[i]), scale[i], offset[i]);
   }
 };
 
