@@ -46,7 +46,7 @@ def whole_models(folder, pattern):
 
 
 def peers(folder, pattern):
-    """The records of all dtypes as one."""
+    """The records of a card's dtypes as one."""
     records = read(folder, pattern)
     roofs = {name: rate for record in records for name, rate in record["meta"]["roofs"].items()}
     return {"meta": {"roofs": roofs}, "results": [r for record in records for r in record["results"]]}
@@ -127,6 +127,10 @@ def shapes(record, is_meant):
     return dict.fromkeys((r["rows"], r["hidden_size"]) for r in record["results"] if is_meant(r))
 
 
+def dtypes_of(record):
+    return [dtype for dtype in DTYPES if any(r["dtype"] == dtype for r in record["results"])]
+
+
 def us(digits):
     return lambda result: f"{result['us']:.{digits}f}"
 
@@ -139,6 +143,7 @@ def is_large(result):
 
 def sweep_rows(record):
     fastest, large = record["meta"]["roofs"], [r for r in record["results"] if is_large(r)]
+    dtypes = dtypes_of(record)
 
     def fraction(result):  # of the fastest copy of the run, where that of the cell was slow
         name = "copy" if result["direction"] == "forward" else "two_reads_one_write"
@@ -149,7 +154,7 @@ def sweep_rows(record):
     for n in SWEEP:
         yield [str(n), *(
             cell(large, OURS_AND_TORCH, fraction, op="layer_norm", dtype=dtype, direction=direction, hidden_size=n)
-            for dtype in DTYPES for direction in ("forward", "backward"))]  # fmt: skip
+            for dtype in dtypes for direction in ("forward", "backward"))]  # fmt: skip
 
 
 def huge_rows(record):
@@ -157,7 +162,7 @@ def huge_rows(record):
         shape = {"op": "layer_norm", "rows": rows, "hidden_size": n}
         yield [f"{rows} x {n}", *(
             cell(record["results"], OURS_AND_TORCH, us(0), **shape, dtype=dtype, direction=direction)
-            for dtype in DTYPES for direction in ("forward", "backward"))]  # fmt: skip
+            for dtype in dtypes_of(record) for direction in ("forward", "backward"))]  # fmt: skip
 
 
 def small_rows(record):
@@ -302,7 +307,7 @@ def peer_rows(record):
         return f"{found:.2f}" if found >= 0.995 else f"({found:.2f})"
 
     for label in sorted(found, key=lambda label: (isinstance(label, str), label if isinstance(label, int) else 0)):
-        columns = [(direction, dtype) for direction in ("forward", "backward") for dtype in DTYPES]
+        columns = [(direction, dtype) for direction in ("forward", "backward") for dtype in dtypes_of(record)]
         yield [str(label), *(" / ".join(ratio(found[label][column][op]) for op in ("layer_norm", "rms_norm"))
                              for column in columns)]  # fmt: skip
 
@@ -322,14 +327,16 @@ TABLES = (
     ("benchmarks/records.md", "| model, mode |", "models_*.json", whole_models, model_details),
     ("benchmarks/records.md", "| step | eager: no norms", "models_*.json", whole_models, bound_rows),
     ("benchmarks/records.md", "| model | 1 token", "models_*.json", whole_models, inference_rows),
-    ("benchmarks/records.md", "| hidden size | forward bf16", "peers_*.json", peers, peer_rows),
-    ("benchmarks/records.md", "| hidden size | bf16 forward", "peers_*.json", peers, sweep_rows),
-    ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "peers_*.json", peers, huge_rows),
+    ("benchmarks/records.md", "| hidden size | forward bf16 | forward fp32", "h200/peers_*.json", peers, peer_rows),
+    ("benchmarks/records.md", "| hidden size | forward bf16 | forward fp16", "h100/peers_*.json", peers, peer_rows),
+    ("benchmarks/records.md", "| hidden size | bf16 forward", "h200/peers_*.json", peers, sweep_rows),
+    ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "h200/peers_*.json", peers, huge_rows),
     ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
     ("docs/install.md", "| architectures |", "build*.json", read, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
     ("docs/fusions.md", "| columns | one given scale |", "quant_*.json", newest, quant_rows),
+    ("docs/fusions.md", "| columns, LayerNorm |", "layer_norm_quant_*.json", newest, quant_rows),
     ("docs/fusions.md", "| | add_layer_norm forward", "add_norms_*.json", newest, add_rows),
 )
 
