@@ -143,7 +143,6 @@ def is_large(result):
 
 def sweep_rows(record):
     fastest, large = record["meta"]["roofs"], [r for r in record["results"] if is_large(r)]
-    dtypes = dtypes_of(record)
 
     def fraction(result):  # of the fastest copy of the run, where that of the cell was slow
         name = "copy" if result["direction"] == "forward" else "two_reads_one_write"
@@ -154,7 +153,7 @@ def sweep_rows(record):
     for n in SWEEP:
         yield [str(n), *(
             cell(large, OURS_AND_TORCH, fraction, op="layer_norm", dtype=dtype, direction=direction, hidden_size=n)
-            for dtype in dtypes for direction in ("forward", "backward"))]  # fmt: skip
+            for dtype in dtypes_of(record) for direction in ("forward", "backward"))]  # fmt: skip
 
 
 def huge_rows(record):
