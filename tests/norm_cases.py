@@ -270,6 +270,9 @@ def cases():
             add((3, hidden_size), dtype=dtype, cuda_only=True)
             add((1201, hidden_size), dtype=dtype, cuda_only=True)
             add((37, hidden_size), dtype=dtype, layout="columns", grad_layout="offset_by_one", cuda_only=True)
+    for hidden_size in (34, 258, 1026, 4098, 12346):  # of 16 bits, all rows begin at words of shared memory, or none
+        add((1201, hidden_size), dtype=bf16, cuda_only=True)
+        add((1201, hidden_size), dtype=fp16, layout="offset_by_one", cuda_only=True)
     for hidden_size in (70001, 120001):
         for dtype in (bf16, fp32):
             add((5, hidden_size), dtype=dtype, cuda_only=True)
@@ -279,6 +282,8 @@ def cases():
         add((8, 4_000_003), dtype=dtype, cuda_only=True)
         add((8, 4_000_000), dtype=dtype, cuda_only=True)
         add((100, 262152), dtype=dtype, cuda_only=True)  # so many huge rows are cut into groups
+        for hidden_size in (262152, 300_001, 4_000_000):  # one row, by several tiles a block
+            add((1, hidden_size), dtype=dtype, weight=fp32, cuda_only=True)
         for hidden_size in (262152, 262153):
             add((2, hidden_size), dtype=dtype, weight=fp32, bias=None, cuda_only=True)
             add((2, hidden_size), dtype=dtype, weight=None, cuda_only=True)

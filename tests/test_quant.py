@@ -135,6 +135,18 @@ def test_values(device, hidden_size, granularity):
         assert granularity != "tensor" or scale is options["scale"]
 
 
+@on_devices("exponent", (-127, -126, 126, 127))
+def test_given_scales_at_the_ends_of_float32(device, exponent):
+    """a scale that is subnormal, and one whose reciprocal is"""
+    for is_rms, code, hidden_size in itertools.product((True, False), (e4m3, int8), (1024, 4097)):
+        x, weight, bias, _ = make((3,), hidden_size, bf16, device)
+        x = x.where(x != 0, 1)  # 0 times a factor beyond float32 would be NaN
+        bias = None if is_rms else bias
+        scale = torch.tensor(1.25 * 2.0**exponent, device=device)
+        q, _ = norm_of(is_rms)(x, weight, bias, EPS[is_rms], dtype=code, scale=scale)
+        check(Exact(x, weight, bias, is_rms), q, scale, code)
+
+
 @on_devices("hidden_size,granularity", list(itertools.product((64, 1000, 1001, 4096, 8192, 20000), GRANULARITIES)))
 def test_stages(device, hidden_size, granularity):
     """a residual of each dtype, optional parameters, y and z beside the codes"""

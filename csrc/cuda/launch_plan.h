@@ -555,11 +555,12 @@ constexpr int kHugeLeastCuts = 8;             // of a row, so that as many block
                                               // 8 x 4M, bf16 / fp32: by slices of 2 / 4 tiles 69 / 157 us, 8 67 / 138,
                                               // 16, which is that many blocks, 63 / 127
 constexpr int kHugeGradientWaves = kForRacecheck ? 1 : 4;  // of blocks of gradients, where rows are many enough
-constexpr int kHugeGradientBlocks = 6;  // an SM, at most: each merges sums before it begins. 1 x 16M fp32: a
-                                        // block a tile of columns 184 us, 12 171, 6 170, 3 169
-constexpr int kHugeRowsAhead = 2;       // rows whose x and grad_output a thread loads at once; 4 was slower, and
-                                        // 1 for a single row (1 x 16M bf16: 97 us, 91)
-constexpr int kHugeTable = 64;          // rows whose sums a block of gradients merges at once
+// Groups of one row: H200, 1 x 16M, bf16 / fp32: 82 / 155 us; by the kernel for several rows 91 / 167. More blocks an
+// SM than run at once would merge the row's sums more often. Five or six an SM, with fewer registers: 85, 87 / 156,
+// 157.
+constexpr int kHugeRowBlocksPerSm = 4;
+constexpr int kHugeRowsAhead = 2;  // rows whose x and grad_output a thread loads at once; 4 was slower
+constexpr int kHugeTable = 64;     // rows whose sums a block of gradients merges at once
 
 // Slices of a row: 256, and up to 512 if they would be longer than four tiles. Every block of a second kernel merges
 // all slices of its rows, so the bytes read for that grow with the square of their number; an H200 has room for 528
@@ -578,6 +579,9 @@ constexpr int64_t kKeepingBlocks = 2112;  // 16 an SM of an H200, for kernels th
 constexpr int kFinalizeColumns = 32;
 constexpr int kFinalizeRows = 32;                     // threads along the partial sums, or 4 if there are few
 constexpr int kFewPartials = kForRacecheck ? 2 : 40;  // with 32 threads, 7 partial sums at N = 131072 took 30 us (H200)
+// From here on, few partial sums by four columns a thread: 8 at 32768 columns 2.8 us, 2.1; 131072 6.5, 3.3; 33 at 16384
+// 2.4, 2.5 (H200).
+constexpr int64_t kFinalizeWideColumns = kForRacecheck ? 256 : 32768;
 // An early start of its blocks (launch_dependents) gained 0.2 us of 200.
 
 }  // namespace fused_layernorm

@@ -311,10 +311,10 @@ __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
 
 // Reduces the `partials` partial sums [grad_weight, grad_bias, with a gate grad_gate] of a segment, which are adjacent
 // or interleaved as the segments: each of kRows threads takes every kRows-th partial sum, in the order of blocks.
-template <typename acc_t, int kRows>
+template <typename acc_t, int kRows, int kVec>
 __global__ void __launch_bounds__(kFinalizeColumns* kRows)
     norm_backward_finalize_kernel(const __grid_constant__ KernelBackwardParams params, int partials) {
-  __shared__ acc_t scratch[kRows][kFinalizeColumns];
+  __shared__ acc_t scratch[kRows][kVec][kFinalizeColumns];
   wait_for_previous_kernel();
   const int which = static_cast<int>(blockIdx.y), sums = static_cast<int>(gridDim.y);
   void* gradient = which == 0 ? params.grad_weight : which == 1 ? params.grad_bias : params.grad_gate;
@@ -322,38 +322,54 @@ __global__ void __launch_bounds__(kFinalizeColumns* kRows)
                       : which == 1 ? params.grad_bias_dtype
                                    : params.grad_gate_dtype;
   if (!gradient) return;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x;
-  acc_t sum = 0;
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * kFinalizeColumns + threadIdx.x) * kVec;
+  acc_t sum[kVec] = {};
   if (column < params.hidden_size) {
     const int64_t before = static_cast<int64_t>(blockIdx.z) * (params.interleaves ? 1 : partials) * sums + which;
     const int64_t distance = (params.interleaves ? gridDim.z : 1) * sums * params.hidden_size;
     const acc_t* partial = static_cast<const acc_t*>(params.workspace) + before * params.hidden_size + column;
 #pragma unroll 4
-    for (int index = threadIdx.y; index < partials; index += kRows) sum += partial[index * distance];
+    for (int index = threadIdx.y; index < partials; index += kRows) {
+      acc_t found[kVec];
+      unpack(load_vec<acc_t, kVec, true>(partial + index * distance), found);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum[i] += found[i];
+    }
   }
-  scratch[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) scratch[threadIdx.y][i][threadIdx.x] = sum[i];
   __syncthreads();
   if (threadIdx.y > 0 || column >= params.hidden_size) return;
 #pragma unroll
-  for (int row = 1; row < kRows; ++row) sum += scratch[row][threadIdx.x];
-  const int64_t at = blockIdx.z * params.hidden_size + column;
-  if (which == 2) return store_as(gradient, dtype, at, sum);  // `accumulate` does not apply to grad_gate
-  store_gradient(params, gradient, dtype, at, sum);
+  for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+    for (int row = 1; row < kRows; ++row) sum[i] += scratch[row][i][threadIdx.x];
+    const int64_t at = blockIdx.z * params.hidden_size + column + i;
+    if (which == 2)
+      store_as(gradient, dtype, at, sum[i]);  // `accumulate` does not apply to grad_gate
+    else
+      store_gradient(params, gradient, dtype, at, sum[i]);
+  }
 }
 
 template <typename T>
 cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream) {
   const int segments = std::max(params.segments, 1);
   partials /= segments;
-  const auto launch = [&](auto rows) {
-    constexpr int kRows = decltype(rows)::value;
+  const auto launch = [&](auto rows, auto vec) {
+    constexpr int kRows = decltype(rows)::value, kVec = decltype(vec)::value;
+    const int64_t vecs = vecs_of<kVec>(params.hidden_size);
     const OverlappedLaunch sum(
-        dim3(static_cast<unsigned>((params.hidden_size + kFinalizeColumns - 1) / kFinalizeColumns), sums, segments),
+        dim3(static_cast<unsigned>((vecs + kFinalizeColumns - 1) / kFinalizeColumns), sums, segments),
         dim3(kFinalizeColumns, kRows), stream);
-    return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows>, params, partials);
+    return cudaLaunchKernelEx(&sum.config, norm_backward_finalize_kernel<T, kRows, kVec>, params, partials);
   };
-  if (partials <= kFewPartials) return launch(std::integral_constant<int, 4>{});
-  return launch(std::integral_constant<int, kFinalizeRows>{});
+  using std::integral_constant;
+  if (partials > kFewPartials) return launch(integral_constant<int, kFinalizeRows>{}, integral_constant<int, 1>{});
+  if constexpr (sizeof(T) == 4)
+    if (params.hidden_size >= kFinalizeWideColumns && params.hidden_size % 4 == 0)
+      return launch(integral_constant<int, 4>{}, integral_constant<int, 4>{});
+  return launch(integral_constant<int, 4>{}, integral_constant<int, 1>{});
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------

@@ -265,23 +265,59 @@ struct MergedRow {
   Pair<acc_type<scalar_t>> slope_level;
 };
 
-// Each block has a group of rows and a tile of columns; with a single row (kAhead 1) several tiles, as many as leave
-// enough blocks, because a block must merge the row's sums before it starts. kAhead: rows whose x and grad_output a
-// thread loads at once.
-template <typename scalar_t, typename Plan, int kAhead>
+// One warp merges the sums of the slices of a row.
+template <typename scalar_t, typename T>
+__device__ __forceinline__ MergedRow<scalar_t> merge_row(const KernelBackwardParams& params, const Slices& slices,
+                                                         int64_t row, T inverse_n) {
+  const auto* parts = static_cast<const Pair<T>*>(params.workspace) + row * slices.count;
+  Pair<T> sums{};
+  for_each_part<32 / sizeof(T)>(
+      parts, slices.count, [&](Pair<T> part, bool) { sums = {sums.first + part.first, sums.second + part.second}; });
+  sums = row_sum<RowThreads<32, 8>>(sums, static_cast<Pair<T>*>(nullptr));
+  const auto saved = load_stats<scalar_t>(params, row);
+  return {saved, slope_and_level(sums, RowStats<scalar_t>(saved, params), params, inverse_n)};
+}
+
+// The blocks of the second kernel: `columns` for each group of rows.
+struct GradientGrid {
+  int columns, rows_per_group;
+};
+
+// Stores the weight gradients of a vector of columns, or the group's partial sums of them.
+template <int kVec, typename T>
+__device__ __forceinline__ void store_column_sums(const KernelBackwardParams& params, T* partials, int group,
+                                                  int64_t col, T (&grad_weight)[kVec], T (&grad_bias)[kVec]) {
+  if (partials) {
+    T* partial = partials + group * 2 * params.hidden_size + col;
+    store_vec(partial, grad_weight);
+    store_vec(partial + params.hidden_size, grad_bias);
+    return;
+  }
+  const auto store = [&](void* gradient, DType dtype, T(&values)[kVec]) {
+    if (!gradient) return;
+#pragma unroll
+    for (int i = 0; params.accumulate && i < kVec; ++i) values[i] += static_cast<const float*>(gradient)[col + i];
+    store_vec_as(gradient, dtype, col, values, kVec, kVec > 1);
+  };
+  store(params.grad_weight, params.grad_weight_dtype, grad_weight);
+  store(params.grad_bias, params.grad_bias_dtype, grad_bias);
+}
+
+// Each block has a group of rows and a tile of columns.
+template <typename scalar_t, typename Plan>
 __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
     norm_huge_gradients_kernel(const __grid_constant__ KernelBackwardParams params,
-                               const __grid_constant__ Slices slices, int column_tiles, int column_blocks,
-                               int rows_per_group, acc_type<scalar_t>* partials, acc_type<scalar_t> inverse_n) {
+                               const __grid_constant__ Slices slices, const __grid_constant__ GradientGrid grid,
+                               acc_type<scalar_t>* partials, acc_type<scalar_t> inverse_n) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs;
-  constexpr int kWarps = Plan::kThreads / 32;
+  constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kAhead = kHugeRowsAhead;
   __shared__ MergedRow<scalar_t> table[kHugeTable];
   wait_for_previous_kernel();
-  const int group = gridDim.x / column_blocks - 1 - blockIdx.x / column_blocks;
-  int64_t first_col = 0;
-  const int first_row = group * rows_per_group,
-            end_row = min(first_row + rows_per_group, static_cast<int>(params.rows));
+  const int block = static_cast<int>(from_the_end(blockIdx.x)), group = block / grid.columns;
+  const int first_row = group * grid.rows_per_group;
+  const int end_row = min(first_row + grid.rows_per_group, static_cast<int>(params.rows));
+  const int64_t first_col =
+      static_cast<int64_t>(block % grid.columns) * Plan::kThreads * kVecs * kVec + threadIdx.x * kVec;
   const auto col = [&](int v) { return first_col + v * Plan::kThreads * kVec; };
 
   RawVec<scalar_t, kVec> x_raw[kAhead][kVecs], grad_raw[kAhead][kVecs];
@@ -300,76 +336,106 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeBlocksPerSm)
     }
   };
 
-  // The other end first
-  const int first_tile = column_tiles - 1 - static_cast<int>(blockIdx.x % column_blocks);
-#pragma unroll 1
-  for (int tile = first_tile; tile >= 0; tile -= column_blocks) {
-    first_col = static_cast<int64_t>(tile) * Plan::kThreads * kVecs * kVec + threadIdx.x * kVec;
-    const bool merges = kAhead > 1 || tile == first_tile;
-    acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec] = {}, grad_bias[kVecs][kVec] = {};
+  acc_t weight[kVecs][kVec], grad_weight[kVecs][kVec] = {}, grad_bias[kVecs][kVec] = {};
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v)
-      load_weight_of<scalar_t>(weight[v], params, col(v), col(v) < params.hidden_size ? kVec : 0);
+  for (int v = 0; v < kVecs; ++v)
+    load_weight_of<scalar_t>(weight[v], params, col(v), col(v) < params.hidden_size ? kVec : 0);
 #pragma unroll 1
-    for (int chunk = first_row; chunk < end_row; chunk += kHugeTable) {
-      const int rows = min(end_row - chunk, kHugeTable);
-      load(chunk);  // the loads overlap the merging of sums
-      if (merges) __syncthreads();
-      for (int index = threadIdx.x / 32; merges && index < rows; index += kWarps) {
-        const auto* parts = static_cast<const Pair<acc_t>*>(params.workspace) + (chunk + index) * slices.count;
-        Pair<acc_t> sums{};
-        for_each_part<32 / sizeof(acc_t)>(parts, slices.count, [&](Pair<acc_t> part, bool) {
-          sums = {sums.first + part.first, sums.second + part.second};
-        });
-        sums = row_sum<RowThreads<32, kWarps>>(sums, static_cast<Pair<acc_t>*>(nullptr));
-        const auto saved = load_stats<scalar_t>(params, chunk + index);
-        const RowStats<scalar_t> stats(saved, params);
-        if (threadIdx.x % 32 == 0) table[index] = {saved, slope_and_level(sums, stats, params, inverse_n)};
-      }
-      if (merges) __syncthreads();
+  for (int chunk = first_row; chunk < end_row; chunk += kHugeTable) {
+    const int rows = min(end_row - chunk, kHugeTable);
+    load(chunk);  // the loads overlap the merging of sums
+    __syncthreads();
+    for (int index = threadIdx.x / 32; index < rows; index += Plan::kThreads / 32) {
+      const MergedRow<scalar_t> merged = merge_row<scalar_t>(params, slices, chunk + index, inverse_n);
+      if (threadIdx.x % 32 == 0) table[index] = merged;
+    }
+    __syncthreads();
 
 #pragma unroll 1
-      for (int index = 0; index < rows; index += kAhead) {
-        if (index > 0) load(chunk + index);
+    for (int index = 0; index < rows; index += kAhead) {
+      if (index > 0) load(chunk + index);
 #pragma unroll
-        for (int ahead = 0; ahead < kAhead; ++ahead) {
-          if (index + ahead >= rows) break;
-          const MergedRow<scalar_t> row = table[index + ahead];
-          const RowStats<scalar_t> stats(row.saved, params);
-          scalar_t* target = static_cast<scalar_t*>(params.grad_input) + (chunk + index + ahead) * params.hidden_size;
+      for (int ahead = 0; ahead < kAhead; ++ahead) {
+        if (index + ahead >= rows) break;
+        const MergedRow<scalar_t> row = table[index + ahead];
+        const RowStats<scalar_t> stats(row.saved, params);
+        scalar_t* target = static_cast<scalar_t*>(params.grad_input) + (chunk + index + ahead) * params.hidden_size;
 #pragma unroll
-          for (int v = 0; v < kVecs; ++v) {
-            acc_t x[kVec], grad[kVec], values[kVec];
-            unpack(x_raw[ahead][v], x);
-            unpack(grad_raw[ahead][v], grad);
-            add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
-            grad_input_of(values, stats, row.slope_level, x, grad, weight[v]);
-            if (col(v) < params.hidden_size) store_vec(target + col(v), values);
-          }
+        for (int v = 0; v < kVecs; ++v) {
+          acc_t x[kVec], grad[kVec], values[kVec];
+          unpack(x_raw[ahead][v], x);
+          unpack(grad_raw[ahead][v], grad);
+          add_to_columns(grad_weight[v], grad_bias[v], stats, x, grad);
+          grad_input_of(values, stats, row.slope_level, x, grad, weight[v]);
+          if (col(v) < params.hidden_size) store_vec(target + col(v), values);
         }
       }
     }
+  }
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v)
+    if (col(v) < params.hidden_size) store_column_sums(params, partials, group, col(v), grad_weight[v], grad_bias[v]);
+}
 
+// The same for groups of one row. A block has several tiles of columns, because it must merge the row's sums first, and
+// loads one while it computes another.
+template <typename scalar_t, typename Plan>
+__global__ void __launch_bounds__(Plan::kThreads, kHugeRowBlocksPerSm)
+    norm_huge_row_gradients_kernel(const __grid_constant__ KernelBackwardParams params,
+                                   const __grid_constant__ Slices slices, const __grid_constant__ GradientGrid grid,
+                                   acc_type<scalar_t>* partials, acc_type<scalar_t> inverse_n) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kTile = Plan::kThreads * kVecs * kVec;
+  __shared__ MergedRow<scalar_t> merged;
+  wait_for_previous_kernel();
+  const int block = static_cast<int>(from_the_end(blockIdx.x)), row = block / grid.columns;
+  const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
+  const scalar_t* grad_output =
+      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row);
+  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size;
+
+  struct Tile {
+    RawVec<scalar_t, kVec> x[kVecs], grad[kVecs];
+  };
+  const auto for_each = [&](int64_t first, auto&& f) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      if (col(v) >= params.hidden_size) continue;
-      if (partials) {
-        acc_t* partial = partials + group * 2 * params.hidden_size + col(v);
-        store_vec(partial, grad_weight[v]);
-        store_vec(partial + params.hidden_size, grad_bias[v]);
-        continue;
-      }
-      const auto store = [&](void* gradient, DType dtype, acc_t(&values)[kVec]) {
-        if (!gradient) return;
-#pragma unroll
-        for (int i = 0; params.accumulate && i < kVec; ++i)
-          values[i] += static_cast<const float*>(gradient)[col(v) + i];
-        store_vec_as(gradient, dtype, col(v), values, kVec, kVec > 1);
-      };
-      store(params.grad_weight, params.grad_weight_dtype, grad_weight[v]);
-      store(params.grad_bias, params.grad_bias_dtype, grad_bias[v]);
+      const int64_t col = first + v * Plan::kThreads * kVec;
+      if (first >= 0 && col < params.hidden_size) f(v, col);
     }
-    if constexpr (kAhead > 1) break;
+  };
+  const auto load = [&](Tile& tile, int64_t first) {
+    for_each(first, [&](int v, int64_t col) {
+      tile.x[v] = load_vec<scalar_t, kVec>(x + col);
+      tile.grad[v] = load_vec<scalar_t, kVec>(grad_output + col);
+    });
+  };
+  const int64_t tiles = (params.hidden_size + kTile - 1) / kTile;
+  const int64_t step = static_cast<int64_t>(grid.columns) * kTile;
+  int64_t first = (tiles - 1 - block % grid.columns) * kTile + threadIdx.x * kVec;  // the last tiles first
+  Tile tile, next;
+  load(tile, first);
+  if (threadIdx.x < 32) {
+    const MergedRow<scalar_t> found = merge_row<scalar_t>(params, slices, row, inverse_n);
+    if (threadIdx.x == 0) merged = found;
+  }
+  __syncthreads();
+  const MergedRow<scalar_t> sums = merged;
+  const RowStats<scalar_t> stats(sums.saved, params);
+#pragma unroll 1
+  for (; first >= 0; first -= step) {
+    load(next, first - step);
+    for_each(first, [&](int v, int64_t col) {
+      acc_t x[kVec], grad[kVec], weight[kVec], values[kVec], grad_weight[kVec] = {}, grad_bias[kVec] = {};
+      unpack(tile.x[v], x);
+      unpack(tile.grad[v], grad);
+      load_weight_of<scalar_t>(weight, params, col, kVec);
+      grad_input_of(values, stats, sums.slope_level, x, grad, weight);
+      store_vec(grad_input + col, values);
+      add_to_columns(grad_weight, grad_bias, stats, x, grad);
+      store_column_sums(params, partials, row, col, grad_weight, grad_bias);
+    });
+    tile = next;
   }
 }
 
@@ -396,21 +462,20 @@ Slices slices_of(int64_t hidden_size) {
 // The grid of norm_huge_gradients_kernel, and the layout of the workspace: sums of slices, then partial sums of weight
 // gradients.
 struct GradientLaunch {
-  int column_tiles, column_blocks;
+  GradientGrid grid;
   int partials;  // 0: one group has all rows and writes the weight gradients itself
-  int64_t groups, rows_per_group, sums_bytes, bytes;
+  int64_t groups, sums_bytes, bytes;
 
   template <typename acc_t, typename Plan>
   static GradientLaunch of(const KernelBackwardParams& params, const Slices& slices, int multiprocessors) {
     GradientLaunch launch;
-    launch.column_tiles = static_cast<int>(ceil_div(params.hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec));
-    const int64_t wanted = ceil_div(kHugeGradientWaves * kHugeBlocksPerSm * multiprocessors, launch.column_tiles);
-    launch.rows_per_group = ceil_div(params.rows, std::min(wanted, params.rows));
-    launch.groups = ceil_div(params.rows, launch.rows_per_group);
-    launch.column_blocks = launch.column_tiles;
-    if (launch.rows_per_group == 1)
-      launch.column_blocks = static_cast<int>(
-          std::min<int64_t>(launch.column_tiles, ceil_div(kHugeGradientBlocks * multiprocessors, launch.groups)));
+    const int64_t tiles = ceil_div(params.hidden_size, Plan::kThreads * Plan::kVecs * Plan::kVec);
+    const int64_t wanted = ceil_div(kHugeGradientWaves * kHugeBlocksPerSm * multiprocessors, tiles);
+    const int64_t rows = ceil_div(params.rows, std::min(wanted, params.rows));
+    launch.groups = ceil_div(params.rows, rows);
+    const int64_t columns =
+        rows > 1 ? tiles : std::min(tiles, ceil_div(kHugeRowBlocksPerSm * multiprocessors, launch.groups));
+    launch.grid = {static_cast<int>(columns), static_cast<int>(rows)};
     const bool wants_columns = params.grad_weight || params.grad_bias;
     launch.partials = wants_columns && launch.groups > 1 ? static_cast<int>(launch.groups) : 0;
     launch.sums_bytes = ceil_div(params.rows * slices.count * static_cast<int64_t>(sizeof(Pair<acc_t>)), 16) * 16;
@@ -507,12 +572,11 @@ cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_
     cudaError_t error =
         cudaLaunchKernelEx(&sums.config, norm_huge_sums_kernel<scalar_t, Sums>, params, slices, launch.groups == 1);
     if (error != cudaSuccess) return error;
-    const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.column_blocks * launch.groups)),
+    const OverlappedLaunch gradients(dim3(static_cast<unsigned>(launch.grid.columns * launch.groups)),
                                      dim3(Gradients::kThreads), stream);
-    const auto kernel = launch.rows_per_group == 1 ? norm_huge_gradients_kernel<scalar_t, Gradients, 1>
-                                                   : norm_huge_gradients_kernel<scalar_t, Gradients, kHugeRowsAhead>;
-    error = cudaLaunchKernelEx(&gradients.config, kernel, params, slices, launch.column_tiles, launch.column_blocks,
-                               static_cast<int>(launch.rows_per_group), partials, inverse_n);
+    const auto kernel = launch.grid.rows_per_group == 1 ? norm_huge_row_gradients_kernel<scalar_t, Gradients>
+                                                        : norm_huge_gradients_kernel<scalar_t, Gradients>;
+    error = cudaLaunchKernelEx(&gradients.config, kernel, params, slices, launch.grid, partials, inverse_n);
     if (error != cudaSuccess || launch.partials == 0) return error;
     return launch_backward_finalize(rest, launch.partials, 2, stream);
   });

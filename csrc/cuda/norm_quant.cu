@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
   const Row row(params, scratch, log_threads, slots);
   if (row.row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
   wait_for_previous_kernel();
-  // Loaded late, for lack of registers: weights of another type than z, and the scale of the general kernel
+  // Loaded late, for lack of registers: weights of another type than z, and for many rows of LayerNorm the scale
   constexpr bool kEarly = Row::kFew || kKind == QuantKind::kUsualRms;
   float given = 0;
   const auto load_scale = [&] {

@@ -134,14 +134,28 @@ struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
     else
       return widen(load<true>(x_global + col));
   }
+  // Calls f(std::true_type()) if the rows of this warp begin at words of shared memory, so that a vector of x, and one
+  // of y, is one access; else f(std::false_type()).
+  template <typename F>
+  __device__ __forceinline__ void by_alignment(F&& f) const {
+    if constexpr (kVec > 1 && kIsShared)
+      if (__all_sync(__activemask(), (x_shared | y_shared) % 4 == 0)) return f(std::true_type());
+    f(std::false_type());
+  }
+
   // Elements past the row are `absent`.
-  template <int kVectors>
+  template <bool kIsAligned, int kVectors>
   __device__ __forceinline__ void load_batch(float (&values)[kVectors][kVec], int col, float absent) const {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k)
+    for (int k = 0; k < kVectors; ++k) {
+      if constexpr (kIsAligned && kVectors > 1) {
+        unpack(RawVec<scalar_t, kVec>{load_shared<unsigned>(x_shared + (col + k * step) * kBytes)}, values[k]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        values[k][i] = kVectors > 1 || i == 0 || col + i < end ? element(col + k * step + i) : absent;
+        for (int i = 0; i < kVec; ++i)
+          values[k][i] = kVectors > 1 || i == 0 || col + i < end ? element(col + k * step + i) : absent;
+      }
+    }
   }
 
   // The mean of the first four elements, or the first of fewer: where all are one number, that number.
@@ -191,18 +205,20 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
   if constexpr (kIsShared) row.fill();
 
   const auto add_differences = [&](float m, float (&sums)[2]) {
-    row.for_each_batch([&](int col, auto count) {
-      float values[decltype(count)::value][kVec];
-      row.load_batch(values, col, m);
+    row.by_alignment([&](auto is_aligned) {
+      row.for_each_batch([&](int col, auto count) {
+        float values[decltype(count)::value][kVec];
+        row.template load_batch<is_aligned>(values, col, m);
 #pragma unroll
-      for (auto& vec : values) {
+        for (auto& vec : values) {
 #pragma unroll
-        for (float& value : vec) {
-          value -= m;
-          sums[1] = fma(value, value, sums[1]);
+          for (float& value : vec) {
+            value -= m;
+            sums[1] = fma(value, value, sums[1]);
+          }
+          sums[0] += vec_sum(vec);
         }
-        sums[0] += vec_sum(vec);
-      }
+      });
     });
   };
   const Moments<float> moments =
@@ -211,7 +227,7 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
   __syncwarp();  // all lanes have read the first elements
 
   const float weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0;
-  const auto store = [&](auto type, auto stages_y) {
+  const auto store = [&](auto type, auto stages_y, auto is_aligned) {
     using weight_t = decltype(type);
     const int64_t at = parameters_of(params, row.row);
     const weight_t* weight = static_cast<const weight_t*>(params.weight) + at;
@@ -225,7 +241,7 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
       const int count = kVectors > 1 ? kVec : row.end - col;
       float values[kVectors][kVec], scale[kVec], offset[kVec];
       RawVec<weight_t, kVec> weights[kVectors], biases[kVectors];
-      row.load_batch(values, col, 0);
+      row.template load_batch<is_aligned>(values, col, 0);
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         const unsigned from = col + k * row.step;
@@ -245,11 +261,15 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
         for (int i = 0; i < kVec; ++i) values[k][i] = fma(norm.x_hat(values[k][i]), scale[i], offset[i]);
         if constexpr (stages_y) {
           const RawVec<scalar_t, kVec> raw = pack<scalar_t>(values[k]);
-          scalar_t elements[kVec];
-          memcpy(elements, &raw, sizeof(raw));
+          if constexpr (is_aligned && kVectors > 1) {
+            store_shared(row.y_shared + from * Row::kBytes, raw.words[0]);
+          } else {
+            scalar_t elements[kVec];
+            memcpy(elements, &raw, sizeof(raw));
 #pragma unroll
-          for (int i = 0; i < kVec; ++i)
-            if (i < count) store_shared(row.y_shared + (from + i) * Row::kBytes, elements[i]);
+            for (int i = 0; i < kVec; ++i)
+              if (i < count) store_shared(row.y_shared + (from + i) * Row::kBytes, elements[i]);
+          }
         } else {
           store_vec_as(params.y, params.y_dtype, row.row * row.hidden_size + from, values[k], count, false);
         }
@@ -259,11 +279,11 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
   const auto store_by = [&](auto type) {
     if constexpr (kIsShared) {
       if (plan.stages_y) {
-        store(type, std::true_type());
+        row.by_alignment([&](auto is_aligned) { store(type, std::true_type(), is_aligned); });
         return row.drain();
       }
     }
-    store(type, std::false_type());
+    store(type, std::false_type(), std::false_type());
   };
   if constexpr (sizeof(scalar_t) == 2)
     if (params.weight_dtype != DType::kFloat32) return store_by(scalar_t());

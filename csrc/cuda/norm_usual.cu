@@ -17,6 +17,42 @@ struct UsualParams {
   static constexpr bool is_rms_norm = false;  // for finish_row()
 };
 
+// The same without residual, and with equally spaced rows of x: for few rows, where code that is jumped over, and a
+// longer list of arguments, take time (H200, RMSNorm: 32 x 512 1.34 us, 1.22; 8 x 4096 1.62, 1.51).
+struct PlainUsualParams {
+  struct EvenStrides {
+    int64_t row_stride;
+    __device__ int64_t offset(int64_t row) const { return row * row_stride; }
+  };
+  const void *x, *weight, *bias;
+  void *y, *rstd, *mean, *mean_tail;
+  EvenStrides x_strides, residual_strides;  // the second: not read
+  int64_t rows;
+  int hidden_size, log_threads, slots;
+  float inverse_n, eps, weight_offset;
+  static constexpr bool is_rms_norm = false;
+  static constexpr const void* residual = nullptr;
+  static constexpr void* residual_out = nullptr;
+
+  explicit PlainUsualParams(const UsualParams& all)
+      : x(all.x),
+        weight(all.weight),
+        bias(all.bias),
+        y(all.y),
+        rstd(all.rstd),
+        mean(all.mean),
+        mean_tail(all.mean_tail),
+        x_strides{all.x_strides.row_stride},
+        residual_strides{0},
+        rows(all.rows),
+        hidden_size(all.hidden_size),
+        log_threads(all.log_threads),
+        slots(all.slots),
+        inverse_n(all.inverse_n),
+        eps(all.eps),
+        weight_offset(all.weight_offset) {}
+};
+
 template <int kHeld>
 constexpr int kUsualBlock = kHeld == 1   ? kRunTimeFewRowsBlock
                             : kHeld == 2 ? kRunTimeBlock
@@ -28,9 +64,9 @@ constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
                                   : kHeld == 5 ? 3
                                                : 1024 / kUsualBlock<kHeld>;
 
-template <typename scalar_t, int kHeld, bool kIsRms>
+template <typename scalar_t, int kHeld, bool kIsRms, typename Params>
 __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
-    usual_norm_kernel(const __grid_constant__ UsualParams params) {
+    usual_norm_kernel(const __grid_constant__ Params params) {
   using Row = RunTimeRow<scalar_t, kHeld>;
   constexpr int kVec = Row::kVec;
   __shared__ SumScratch<kHeld, kIsRms ? 1 : 2, kIsRms ? 1 : 2> scratch;
@@ -109,9 +145,13 @@ cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cu
                               inverse_of<float>(params.hidden_size),
                               static_cast<float>(params.eps),
                               params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f};  // none
+  const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
+  if (plan.held == 1 && !stage.residual && params.x_strides.is_even(params.rows))
+    return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, 1, kIsRms, PlainUsualParams>,
+                              PlainUsualParams(arguments));
   return with_held<1, 2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
-    const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
-    return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms>, arguments);
+    return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms, UsualParams>,
+                              arguments);
   });
 }
 
