@@ -1187,7 +1187,8 @@ int main(int argc, char** argv) {
           for (const bool rms : {false, true}) add_case(cases, types, feature, n, rows, rms);
     }
   // Ragged rows: several in a warp, one in a warp or in a block, and rows too long for shared memory
-  for (const int64_t n : {2, 7, 33, 65, 129, 193, 319, 513, 769, 1281, 2049, 12345, 30001, 70001, 120001})
+  for (const int64_t n :
+       {2, 7, 33, 34, 65, 129, 193, 258, 319, 513, 769, 1281, 2049, 12345, 12346, 30001, 70001, 120001})
     for (const NamedTypes& types : kTypes) {
       if (types.t.x == DType::kFloat64) continue;
       for (int feature = 0; feature < 4; ++feature)  // those without residual, which is added by another kernel
