@@ -364,7 +364,8 @@ def is_followed(call, tool):
         return True
     if function.__name__ == "plain":
         return "memory_efficient" not in arguments[6]
-    return dtype.itemsize == 2  # float32: y of the plain norm is an intermediate result
+    is_last = function.__name__ == "gated_norm" and not arguments[7]["norm_before_gate"]
+    return is_last or dtype.itemsize == 2  # else y of the plain norm is an intermediate result, in float32
 
 
 def make_calls(calls, until):

@@ -137,13 +137,16 @@ def test_values(device, hidden_size, granularity):
 
 @on_devices("exponent", (-127, -126, 126, 127))
 def test_given_scales_at_the_ends_of_float32(device, exponent):
-    """a scale that is subnormal, and one whose reciprocal is"""
+    """a scale that is subnormal, and one whose reciprocal is, with y of about its size, so that there are many codes"""
     for is_rms, code, hidden_size in itertools.product((True, False), (e4m3, int8), (1024, 4097)):
         x, weight, bias, _ = make((3,), hidden_size, bf16, device)
-        x = x.where(x != 0, 1)  # 0 times a factor beyond float32 would be NaN
-        bias = None if is_rms else bias
+        times = 2.0 ** (exponent + (5 if exponent < 0 else -5))
+        x = x / 64 if exponent > 0 else x  # x * weight stays within the normal numbers of float32
+        weight, bias = weight * times, None if is_rms else bias * times
         scale = torch.tensor(1.25 * 2.0**exponent, device=device)
-        q, _ = norm_of(is_rms)(x, weight, bias, EPS[is_rms], dtype=code, scale=scale)
+        with poisoned():
+            q, _ = norm_of(is_rms)(x, weight, bias, EPS[is_rms], dtype=code, scale=scale)
+        assert code == int8 and exponent > 0 or q.float().unique().numel() > 50
         check(Exact(x, weight, bias, is_rms), q, scale, code)
 
 
