@@ -74,10 +74,10 @@ def lengths(kind, light=False):
 
 
 def few_rows_vectors(light):
-    """kFewRowsVectors of csrc/cuda/launch_plan.h: up to so many vectors forward has few rows."""
+    """Up to so many vectors forward has few rows: kAnyFewRows of csrc/cuda/launch_plan.h, twice kUsualFewRows."""
     text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
-    (found,) = re.findall(r"kFewRowsVectors = \(kForRacecheck \? (\d+) : (\d+)\) \* 1024", text)
-    return 1024 * int(found[not light])
+    (found,) = re.findall(r"kUsualFewRows\{\d+, \(kForRacecheck \? (\d+) : (\d+)\) \* 1024\}", text)
+    return 2 * 1024 * int(found[not light])
 
 
 def for_other_cards():

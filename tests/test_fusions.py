@@ -313,7 +313,7 @@ def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
     for weight in (some, None):
         for bias in (weight, None):
             many = ADD_OPS[op](x, residual, weight, bias, 1e-5, normalized_shape=hidden_size)
-            # few, and between few and many: 1.5 times kFewRowsVectors (csrc/cuda/launch_plan.h) of 16 bytes
+            # few, and between few and many: 1.5 times kAnyFewRows.vectors (csrc/cuda/launch_plan.h)
             for fewer in (3, min(rows, 3 * 2**20 // x.itemsize // hidden_size)):
                 few = ADD_OPS[op](x[:fewer], residual[:fewer], weight, bias, 1e-5, normalized_shape=hidden_size)
                 for a, b in zip(few, many, strict=True):

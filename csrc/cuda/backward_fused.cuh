@@ -22,6 +22,8 @@
 namespace fused_layernorm {
 namespace {
 
+struct NoStage {};
+
 // kLoad: the plain norm, with a load stage without gate, and from y. kGate: a load stage with a gate, whose gradient is
 // a third sum along the columns. kEpilogue: an epilogue, with or without a load stage without gate. kRowGate: a gated
 // norm.

@@ -43,8 +43,8 @@ template <typename T>
 struct Moments {
   T n, m, c, q;
 
-  // Adds a vector of differences from m; the caller counts n. A vector's squares are summed first, so that few_rows.cuh
-  // can add the vectors of several threads in the same order.
+  // Adds a vector of differences from m; the caller counts n. A vector's squares are summed first: a shorter chain of
+  // dependent instructions.
   template <int kVec>
   __device__ __forceinline__ void add(const T (&differences)[kVec]) {
     T squares = differences[0] * differences[0];

@@ -94,7 +94,6 @@ struct KernelForwardParams {
   double weight_offset;
   int segments;
   bool interleaves;
-  int iterations;  // rows per group of threads, a power of 2; set by the launcher
   int64_t weight_stride;
   DType x_dtype;
   DType weight_dtype;  // of weight and bias: x_dtype or fp32

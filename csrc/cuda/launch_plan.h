@@ -56,42 +56,18 @@ constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_u
 
 // ---- forward: one block a row, or several short rows a block; few threads with many vectors ------------------------
 
-// Three to five vectors a thread, with few empty register slots, which cost time. Six vectors and half the threads took
-// 1% longer at 1536 and 3072 columns than three, and 10% longer with few rows; three, with empty slots, took 4% longer
-// at 2560 than five. At 1152 five are 1% faster than nine, but 4 to 14% slower with segments (H100, bf16).
+// Rows that no other kernel takes: of fp64, or with per-row weights, or where the streaming kernel does not run.
 template <typename scalar_t>
 struct ForwardLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>,
-                      RowPlan<32, 3, 8>, RowPlan<32, 4, 8>, RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<64, 3, 8>,
-                      RowPlan<32, 7, 8>, RowPlan<64, 4, 8>, RowPlan<64, 5, 8>, RowPlan<128, 3, 8>, RowPlan<64, 7, 8>,
-                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<256, 3, 8>, RowPlan<128, 7, 8>,
-                      RowPlan<256, 4, 8>, RowPlan<256, 6, 8>, RowPlan<256, 8, 8>, RowPlan<256, 4, 8, 16>>;
+  using type = Ladder<RowPlan<256, 4, 8, 16>>;
 };
 template <>
 struct ForwardLadder<float> {
-  using type =
-      Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>,
-             RowPlan<64, 4, 4>, RowPlan<64, 6, 4>, RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>,
-             RowPlan<256, 5, 4>, RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>, RowPlan<256, 8, 4, 16>>;
+  using type = Ladder<RowPlan<256, 8, 4, 16>>;
 };
 template <>
 struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
-};
-
-// With a load stage. With two or eight vectors a thread, or cache hints: within 2%, or slower.
-template <typename scalar_t>
-struct LoadLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 3, 8>, RowPlan<16, 4, 8>,
-                      RowPlan<32, 3, 8>, RowPlan<32, 4, 8>, RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<128, 3, 8>,
-                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<256, 3, 8>, RowPlan<256, 4, 8>,
-                      RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
-};
-template <>
-struct LoadLadder<float> {
-  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
-                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
-                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
 // With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread,
@@ -107,50 +83,52 @@ struct EpilogueLadder {
                       RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
 };
 template <>
-struct EpilogueLadder<float> : LoadLadder<float> {};
-
-// With a row gate, which a thread holds in registers beside x. Empty slots cost time here too (H200, bf16, plans of
-// four vectors: 1024, 2048 and 4096 1.00 of the copy or more, 1536 0.84, 5120 0.76; 1280 0.87, by five 1.02). Eight
-// vectors and 128 threads beside four and 256: 8192 2 to 4% shorter. Two vectors and 4 threads: 64 6% longer. Six
-// vectors and 256 threads: 12288 8% shorter, 10240 6% longer.
-template <typename scalar_t>
-struct GateLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<8, 4, 8>, RowPlan<16, 4, 8>, RowPlan<32, 4, 8>,
-                      RowPlan<32, 5, 8>, RowPlan<64, 3, 8>, RowPlan<64, 4, 8>, RowPlan<64, 5, 8>, RowPlan<128, 3, 8>,
-                      RowPlan<128, 4, 8>, RowPlan<128, 5, 8>, RowPlan<128, 8, 8>, RowPlan<256, 8, 8>>;
-};
-template <>
-struct GateLadder<float> {
-  using type = Ladder<RowPlan<4, 4, 4>, RowPlan<8, 4, 4>, RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<64, 4, 4>,
-                      RowPlan<128, 4, 4>, RowPlan<256, 4, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
+struct EpilogueLadder<float> {
+  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
+                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
+                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
 // A run-time value (run_time_rows.cuh): two to eight vectors a thread, with as few empty slots as possible. Few rows
 // have one vector a thread and a block each (H100, quantized 8 x 4096, a scale a row, behind other kernels: 2.36 us,
-// with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast; short rows count as 128
-// vectors (H200, RMSNorm of 1024 x 64: 1.35 us, a block each 1.94).
+// with four 2.69). From 64 Ki vectors on, or with blocks of 1024 threads, four are as fast for usual calls; for the
+// others a kernel for few rows has less code to fetch (H200, bf16, modulated with a residual: 256 x 4096 4.6 us, 6.1; 8
+// x 8192 3.9, 5.6). Short rows count as 128 vectors (H200, RMSNorm of 1024 x 64: 1.35 us, a block each 1.94).
 constexpr int kRunTimeBlock = 64;          // threads, at least
 constexpr int kMostFewRowsSlots = 5;       // of a plan for few rows
-constexpr int kRunTimeFewRowsBlock = 512;  // threads, at most
 constexpr int kRunTimeFewRowsLeast = 128;  // vectors that a row counts as, at least
-constexpr int64_t kRunTimeFewRowsVectors = (kForRacecheck ? 2 : 64) * 1024;
+struct FewRows {
+  int block;        // threads, at most; 0: no kernel for few rows
+  int64_t vectors;  // at most
+};
+constexpr FewRows kUsualFewRows{512, (kForRacecheck ? 2 : 64) * 1024}, kAnyFewRows{1024, 2 * kUsualFewRows.vectors};
 
+// The fewest threads of a row, one or two vectors each (bf16: 8 columns by one thread 197 us, by two 522, by four 680).
+constexpr int least_usual_threads(int64_t row_bytes) { return row_bytes > 64 ? 4 : row_bytes > 32 ? 2 : 1; }
 // The most threads of a row by the vectors that a thread holds. Usual calls on an H200, bf16, x of 256 MiB, copy 127.5
 // us: RMSNorm 64 by four vectors and 2 threads 142, by two and 4 127; 12288 by three vectors and 512 threads 139, by
 // six and 256 134; 16384 by four and 512 130.5, by eight and 256 134; 32768 by four and 1024 145, by eight and 512 135;
 // fp32 5120 by four and 512 148, by five and 256 129. Two vectors and 256 threads: 4096 130.4 and 128.0, but 2048 x
 // 4096 6.3 and 7.0.
 constexpr int most_usual_threads(int held) { return held == 2 ? 4 : held == 3 || held == 5 ? 256 : 512; }
+// 16-bit LayerNorm of 16384 columns: 140 us by four vectors, 134 by eight (but 8 rows 3.2 and 4.3).
+constexpr int most_usual_threads(int held, int element_bytes, bool is_rms_norm) {
+  return held == 4 && element_bytes == 2 && !is_rms_norm ? 256 : most_usual_threads(held);
+}
+// norm_any.cu and norm_gated.cu. Eight vectors of 16 bits and 128 threads: a row gate, 256 x 8192 6.2 us, then 8.8.
+template <typename scalar_t>
+constexpr int most_any_threads(int held) {
+  return held == 2 ? 4 : held > 5 && sizeof(scalar_t) == 4 ? 512 : 256;
+}
 // Five: 72 registers, for seven blocks of 128 threads (RMSNorm of 5120 columns 97 us, by 74 registers 101).
 constexpr int most_quant_threads(int held) { return held == 2 || held > 5 ? 0 : held == 5 ? 896 : 1024; }
 
-// Sizes that norm_usual.cu takes. Shorter rows have the plans above, and 16-bit LayerNorm of 12289 to 16384, which is
-// faster there (16384, by eight vectors and 256 threads: 133 us; run-time plans: 140, or 134 by that plan, but then 4.3
-// us, not 3.2, with 8 rows).
-constexpr bool is_usual_size(int64_t hidden_size, int element_bytes, bool is_rms_norm) {
-  if (hidden_size * element_bytes < 128) return false;
-  return is_rms_norm || element_bytes > 2 || hidden_size <= 12288 || hidden_size > 16384;
-}
+// With segments, a group of threads iterates over so many adjacent rows if every SM still has enough work: the weight
+// of the segment then stays in L1. With one row a block, adjacent rows are on different SMs, and each SM reads every
+// segment's weight (bf16, 4096 columns, 8 segments 146 us, with one row 160; 128 segments 156, 187).
+constexpr int kSegmentIterations = 4;
+constexpr int64_t kSegmentIterationThreads = kForRacecheck ? 64 : 132 * 1024;
+
 constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
 // Ragged rows (not whole 16-byte vectors, norm_ragged.cu): the fewest threads, a power of two, that take at most so
@@ -177,64 +155,19 @@ constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 64;
 template <typename Plan>
 constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
 
-// The bound given to the compiler, which sets the registers: 64 a thread, 80 or 128 for 8 vectors a thread, 96 for 7 or
-// 9. At 71 to 80 registers four vectors lost 8%, and three of fp16 5%.
-enum class Fuses { kNothing, kLoad, kEpilogue, kGate };
+// The bound given to the compiler, which sets the registers: 64 a thread, 80 or more for more vectors (dropout of eight
+// of 16 bits would spill with 80).
 template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype, Fuses fuses) {
-  const bool is_fp64 = x_dtype == DType::kFloat64;
-  const bool adds = fuses == Fuses::kLoad || fuses == Fuses::kGate;
-  const bool needs_few = (dtype_bytes(x_dtype) == 2 && !adds) || (!is_fp64 && Plan::kVecs == 3);
-  int threads = 1024;
-  if (kManyTiles<Plan>) {
-    threads = 512;
-  } else if (!is_fp64 && Plan::kVecs > 6) {
-    const bool is_fp32 = dtype_bytes(x_dtype) == 4 && !adds;
-    threads = Plan::kVecs % 2 == 1 ? 640 : is_fp32 && Plan::kThreads > 256 ? 1024 : is_fp32 || needs_few ? 768 : 512;
-  } else if (!is_fp64 && (Plan::kVecs > 4 || !needs_few)) {
-    threads = 768;
-  }
-  // 64 registers would spill. H200, bf16, a row gate, 3072 columns: 80 registers 209 us, 72 196
-  if (fuses == Fuses::kGate && Plan::kVecs == 3 && Plan::kThreads > 64) threads = 896;
-  // With registers to load the six gate vectors of a thread at once (bf16, gate and 8 segments: 3 to 7% faster)
-  if (adds && Plan::kVecs == 6) threads = 640;
-  // For dropout: 768 spills 12 bytes
-  if (fuses == Fuses::kEpilogue && dtype_bytes(x_dtype) == 2 && Plan::kVecs == 8) threads = 640;
+constexpr int forward_blocks_per_sm(DType x_dtype) {
+  const int bytes = dtype_bytes(x_dtype);
+  const int threads = kManyTiles<Plan> ? 512
+                      : bytes == 8     ? 1024
+                      : bytes == 4     ? (Plan::kThreads > 256 ? 1024 : 768)
+                                       : (Plan::kVecs > 6   ? 640
+                                          : Plan::kVecs > 4 ? 768
+                                                            : 1024);
   return threads / kForwardThreads<Plan>;
 }
-
-// Few rows (few_rows.cuh). The vectors that a thread holds, by the threads of the plan: one is fastest while a block
-// has at most eight warps, for each warp executes about 300 instructions, however little it holds. With more than
-// kFewRowsVectors vectors in all, throughput decides. Plans of 256 threads have the kernel for many rows only (1 x 8192
-// with a modulation: 3.6 us, here 4.1; 8 x 8192 with float32 weights: 3.6 us, here 3.1).
-template <int kThreads>
-constexpr int kFewRowsVecs = kThreads <= 64 ? 1 : kThreads / 64;
-constexpr int kMostFewRowsVecs = 9;  // of a plan
-constexpr int kFewRowsBlock = 512;   // threads, at most
-constexpr int64_t kFewRowsVectors = (kForRacecheck ? 2 : 128) * 1024;
-template <typename Plan, int kHeld>
-constexpr int few_rows_block() {
-  return (Plan::kVecs + kHeld - 1) / kHeld * std::max(Plan::kThreads, 32);
-}
-template <typename scalar_t, typename Plan>
-constexpr bool kMayBeFewRows =
-    !Plan::kClusters && sizeof(scalar_t) < 8 && Plan::kThreads <= 128 && Plan::kVecs <= kMostFewRowsVecs &&
-    few_rows_block<Plan, kFewRowsVecs<Plan::kThreads>>() <= kFewRowsBlock;
-// With a row gate, for fewer vectors (H200, 512 x 1024: 3.6 us, 4.6 by the kernel for many rows; 512 x 1152: 5.0, 4.6).
-constexpr int64_t kGatedFewRowsVectors = kFewRowsVectors / 2;
-
-// With segments, a group of threads iterates over so many adjacent rows if every SM still has enough work: the weight
-// of the segment then stays in L1. With one row a block, adjacent rows are on different SMs, and each SM reads every
-// segment's weight (128 segments, 1024 columns: 157 us, with four rows 140). Plans of 256 threads and four vectors take
-// one row, because they would spill.
-template <typename Plan>
-constexpr int kSegmentIterations = Plan::kVecs == 4 ? 4 : 2;
-template <typename Plan>
-constexpr int kFewSegments = Plan::kVecs == 4 && !kForRacecheck ? 8 : 1;  // up to so many segments, one row a block
-constexpr int64_t kSegmentIterationThreads = kForRacecheck ? 64 : 132 * 1024;
-template <typename scalar_t, typename Plan>
-constexpr bool kIteratesRows = !Plan::kClusters && sizeof(scalar_t) < 8 &&
-                               (Plan::kThreads <= 32 || Plan::kVecs == 3 || Plan::kVecs == 6 || Plan::kVecs == 7);
 
 // Whether 16-bit elements are widened again in each pass over the registers, instead of being kept widened: two
 // operations an element more, half the registers.

@@ -20,6 +20,9 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
 // does not depend on the number of rows.
 cudaError_t launch_usual_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 
+// norm_any.cu: all calls with rows of whole vectors that are not long, but for fp64.
+cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
+
 // norm_ragged.cu: rows of any length that are not whole 16-byte vectors. Returns cudaErrorNotSupported for others, and
 // for fp64.
 cudaError_t launch_forward_ragged(const KernelForwardParams& params, cudaStream_t stream);
@@ -39,20 +42,13 @@ cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t 
 bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage);
 cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 
-// A gated norm; the gate is of x's dtype, and takes_gate() lists the calls. Without workspace.
+// norm_gated.cu: a gated norm; the gate is of x's dtype, and takes_gate() lists the calls. Without workspace.
 bool takes_gate(const KernelForwardParams& params);
 cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
 
-// forward_*.cu: rows that a group of threads or a cluster holds in registers. scalar_t is x's type; with a load stage,
-// z's. Stages take no workspace; takes_epilogue() lists the calls with an epilogue.
-template <typename scalar_t>
-cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream);
-template <typename scalar_t>
-cudaError_t launch_load(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
+// forward_epilogue_*.cu: with an epilogue, of x's type; takes_epilogue() lists the calls. Without workspace.
 template <typename scalar_t>
 cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream);
-template <typename scalar_t>
-cudaError_t launch_gate(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
 
 // Whether forward with a stage has a plan for such rows: x consists of whole 16-byte vectors, z is not a long row, and
 // y is of x's dtype.

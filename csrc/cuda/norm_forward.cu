@@ -3,14 +3,41 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// A group of threads, or a cluster, holds each row in registers: norm_usual.cu for what most models run, else
-// forward_kernel.cuh and forward_*.cu. forward_rows.cuh explains the statistics. Ragged rows lie in shared memory
-// (norm_ragged.cu); longer rows are streamed (norm_forward_long.cu) or shared by the whole card (norm_huge.cu).
-#include "dispatch.cuh"
-#include "launch_plan.h"
+// A group of threads holds each row in registers: norm_usual.cu for what most models run, norm_any.cu for what else a
+// row of whole vectors may need, norm_gated.cu and forward_epilogue_*.cu for a gate or an epilogue. Ragged rows lie in
+// shared memory (norm_ragged.cu); longer rows are streamed (norm_forward_long.cu), shared by the whole card
+// (norm_huge.cu), or, if neither takes them, held by a cluster (forward_kernel.cuh). forward_rows.cuh explains the
+// statistics.
+#include "forward_kernel.cuh"
 #include "launchers.h"
 
 namespace fused_layernorm {
+namespace {
+
+// Rows in the registers of a cluster, which takes several tiles of rows that do not fit.
+template <typename scalar_t>
+cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) {
+  DeviceFacts facts;
+  const cudaError_t error = device_facts(facts);
+  if (error != cudaSuccess) return error;
+  const auto launch_plan = [&](auto plan) {
+    using Plan = decltype(plan);
+    const auto kernel = norm_forward_kernel<scalar_t, Plan, false>;
+    int cluster = 1;
+    if constexpr (Plan::kClusters) {
+      static OncePerDevice allowed;
+      const cudaError_t error = allowed.run(facts.device, [&] { return allow_more(kernel, 0, facts.max_cluster); });
+      if (error != cudaSuccess) return error;
+      cluster = cluster_for<Plan>(vecs_of<Plan::kVec>(params.hidden_size), facts.max_cluster);
+    }
+    const ClusterLaunch launch(forward_blocks<Plan>(params.rows) * cluster, kForwardThreads<Plan>, 0, cluster, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_of<acc_type<scalar_t>>(params.hidden_size),
+                              Epilogue{});
+  };
+  return dispatch_plan<ForwardLadder<scalar_t>>(params.hidden_size, facts.max_cluster, launch_plan);
+}
+
+}  // namespace
 
 int64_t forward_workspace(const KernelForwardParams& params) {
   if (is_huge_forward(params)) return forward_huge_workspace(params);
@@ -42,26 +69,18 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     return cudaSuccess;
   }
   if (is_huge_forward(params)) return launch_forward_huge(params, stream);
-  const cudaError_t launched = launch_usual_norm(params, {}, stream);
+  LoadStage none{};
+  none.residual_out_dtype = params.x_dtype;
+  const cudaError_t launched = launch_usual_norm(params, none, stream);
   if (launched != cudaErrorNotSupported) return launched;
+  if (!is_long_row(params.x_dtype, params.hidden_size) && params.x_dtype != DType::kFloat64)
+    return launch_any_norm(params, none, stream);
   if (is_long) {
     const cudaError_t launched = launch_forward_long(params, stream);
     if (launched != cudaErrorNotSupported) return launched;
   }
   return dispatch_type(params.x_dtype,
                        [&](auto types) { return launch_rows<typename decltype(types)::scalar_t>(params, stream); });
-}
-
-bool takes_gate(const KernelForwardParams& params) {
-  return has_fused_plan(params, params.x_dtype) && params.x_dtype != DType::kFloat64;
-}
-
-cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream) {
-  switch (params.x_dtype) {
-    case DType::kFloat16: return launch_gate<__half>(params, gate, stream);
-    case DType::kBFloat16: return launch_gate<__nv_bfloat16>(params, gate, stream);
-    default: return launch_gate<float>(params, gate, stream);
-  }
 }
 
 bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage) {
@@ -76,11 +95,7 @@ cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& s
     const cudaError_t launched = launch_usual_norm(params, stage, stream);
     if (launched != cudaErrorNotSupported) return launched;
   }
-  switch (stage.residual_out_dtype) {
-    case DType::kFloat16: return launch_load<__half>(params, stage, stream);
-    case DType::kBFloat16: return launch_load<__nv_bfloat16>(params, stage, stream);
-    default: return launch_load<float>(params, stage, stream);
-  }
+  return launch_any_norm(params, stage, stream);
 }
 
 }  // namespace fused_layernorm

@@ -225,7 +225,7 @@ struct QuantRow : RunTimeRow<scalar_t, kHeld> {
 };
 
 template <int kHeld>
-constexpr int kQuantBlock = kHeld == 1 ? kRunTimeFewRowsBlock : most_quant_threads(kHeld);
+constexpr int kQuantBlock = kHeld == 1 ? kUsualFewRows.block : most_quant_threads(kHeld);
 
 template <typename scalar_t, int kHeld, QuantKind kKind>
 __global__ void __launch_bounds__(kQuantBlock<kHeld>)
@@ -358,8 +358,9 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
 
 template <typename scalar_t, QuantKind kKind>
 cudaError_t launch_norm_quant(const NormQuantParams& params, cudaStream_t stream) {
-  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows,
-                                           kQuantGroup * static_cast<int>(sizeof(scalar_t)) / 16, most_quant_threads);
+  const RunTimePlan plan =
+      RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows,
+                      kQuantGroup * static_cast<int>(sizeof(scalar_t)) / 16, kUsualFewRows, most_quant_threads);
   return with_held<1, 3, 4, 5>(plan.held, [&](auto held) {
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
     return cudaLaunchKernelEx(&launch.config, norm_quant_kernel<scalar_t, decltype(held)::value, kKind>, params,

@@ -1,9 +1,9 @@
 // Forward of ragged rows: rows that are not whole 16-byte vectors. norm_forward.cu has the formulas.
 //
 // Rows are normalized in shared memory. The copy engine moves adjacent rows as one chunk of whole 16-byte words, in
-// which they keep their alignment; only shared memory is accessed by the element. Each pass reads x there, and y
-// replaces it. A row too long for shared memory is read from global memory, in the same order, so the card does not
-// change the bits of a result.
+// which they keep their alignment; only shared memory is accessed by the element, or by pairs of 16-bit elements where
+// the rows of a warp begin at words. Each pass reads x there, and y replaces it. A row too long for shared memory is
+// read from global memory, in the same order, so the card does not change the bits of a result.
 #include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
@@ -135,7 +135,8 @@ struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
       return widen(load<true>(x_global + col));
   }
   // Calls f(std::true_type()) if the rows of this warp begin at words of shared memory, so that a vector of x, and one
-  // of y, is one access; else f(std::false_type()).
+  // of y, is one access; else f(std::false_type()). The lanes of absent rows have left, hence __activemask(). Both ways
+  // give the same bits.
   template <typename F>
   __device__ __forceinline__ void by_alignment(F&& f) const {
     if constexpr (kVec > 1 && kIsShared)

@@ -7,41 +7,27 @@
 namespace fused_layernorm {
 namespace {
 
-struct UsualParams {
-  const void *x, *residual, *weight, *bias;
-  void *y, *residual_out, *rstd, *mean, *mean_tail;
-  RowStrides x_strides, residual_strides;
-  int64_t rows;
-  int hidden_size, log_threads, slots;
-  float inverse_n, eps, weight_offset;
-  static constexpr bool is_rms_norm = false;  // for finish_row()
-};
-
-// The same without residual, and with equally spaced rows of x: for few rows, where code that is jumped over, and a
-// longer list of arguments, take time (H200, RMSNorm: 32 x 512 1.34 us, 1.22; 8 x 4096 1.62, 1.51).
-struct PlainUsualParams {
+// The same for few rows of RMSNorm without residual, evenly spaced: code that is jumped over, and a longer list of
+// arguments, take time (H200, bf16: 32 x 512 1.27 us, 1.12; LayerNorm gains nothing).
+struct FewRmsParams {
   struct EvenStrides {
     int64_t row_stride;
     __device__ int64_t offset(int64_t row) const { return row * row_stride; }
   };
-  const void *x, *weight, *bias;
-  void *y, *rstd, *mean, *mean_tail;
+  const void *x, *weight;
+  void *y, *rstd;
   EvenStrides x_strides, residual_strides;  // the second: not read
   int64_t rows;
   int hidden_size, log_threads, slots;
   float inverse_n, eps, weight_offset;
-  static constexpr bool is_rms_norm = false;
   static constexpr const void* residual = nullptr;
   static constexpr void* residual_out = nullptr;
 
-  explicit PlainUsualParams(const UsualParams& all)
+  explicit FewRmsParams(const UsualParams& all)
       : x(all.x),
         weight(all.weight),
-        bias(all.bias),
         y(all.y),
         rstd(all.rstd),
-        mean(all.mean),
-        mean_tail(all.mean_tail),
         x_strides{all.x_strides.row_stride},
         residual_strides{0},
         rows(all.rows),
@@ -52,17 +38,6 @@ struct PlainUsualParams {
         eps(all.eps),
         weight_offset(all.weight_offset) {}
 };
-
-template <int kHeld>
-constexpr int kUsualBlock = kHeld == 1   ? kRunTimeFewRowsBlock
-                            : kHeld == 2 ? kRunTimeBlock
-                                         : most_usual_threads(kHeld);
-// Registers: 64 a thread, 40 for two vectors, 80 for five.
-template <int kHeld>
-constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
-                                  : kHeld == 2 ? 1536 / kUsualBlock<kHeld>
-                                  : kHeld == 5 ? 3
-                                               : 1024 / kUsualBlock<kHeld>;
 
 template <typename scalar_t, int kHeld, bool kIsRms, typename Params>
 __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
@@ -126,29 +101,14 @@ __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)
 
 template <typename scalar_t, bool kIsRms>
 cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
-  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows, 4, most_usual_threads);
-  const UsualParams arguments{params.x,
-                              stage.residual,
-                              params.weight,
-                              params.bias,
-                              params.y,
-                              stage.residual_out,
-                              params.rstd,
-                              params.mean,
-                              params.mean_tail,
-                              params.x_strides,
-                              stage.residual_strides,
-                              params.rows,
-                              static_cast<int>(params.hidden_size),
-                              plan.log_threads,
-                              plan.slots,
-                              inverse_of<float>(params.hidden_size),
-                              static_cast<float>(params.eps),
-                              params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f};  // none
+  const RunTimePlan plan = usual_plan(params.hidden_size, sizeof(scalar_t), params.rows, kIsRms);
+  const UsualParams arguments(params, stage, plan);
   const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
-  if (plan.held == 1 && !stage.residual && params.x_strides.is_even(params.rows))
-    return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, 1, kIsRms, PlainUsualParams>,
-                              PlainUsualParams(arguments));
+  if constexpr (kIsRms) {
+    if (plan.held == 1 && !stage.residual && params.x_strides.is_even(params.rows))
+      return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, 1, kIsRms, FewRmsParams>,
+                                FewRmsParams(arguments));
+  }
   return with_held<1, 2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
     return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms, UsualParams>,
                               arguments);
@@ -161,8 +121,7 @@ cudaError_t launch_usual_norm(const KernelForwardParams& params, const LoadStage
   const bool is_rms = params.is_rms_norm;
   if (!params.weight || (is_rms ? params.bias != nullptr : params.weight_offset != 0) || params.segments > 1 ||
       stage.rounds_x_hat || stage.gate || stage.dropout.philox || params.weight_dtype != params.x_dtype ||
-      params.y_dtype != params.x_dtype || !is_usual_size(params.hidden_size, dtype_bytes(params.x_dtype), is_rms) ||
-      params.hidden_size % (16 / dtype_bytes(params.x_dtype)) != 0 ||
+      params.y_dtype != params.x_dtype || params.hidden_size % (16 / dtype_bytes(params.x_dtype)) != 0 ||
       (stage.residual && (stage.residual_dtype != params.x_dtype || stage.residual_out_dtype != params.x_dtype)))
     return cudaErrorNotSupported;
   return dispatch_type(params.x_dtype, [&](auto types) -> cudaError_t {

@@ -27,7 +27,8 @@ struct RunTimePlan {
   // most_threads(held): the most threads of a row with so many vectors a thread; 0: none. plan.held is 0 for rows that
   // need more threads.
   template <typename F>
-  static RunTimePlan of(int64_t hidden_size, int element_bytes, int64_t rows, int least_threads, F&& most_threads) {
+  static RunTimePlan of(int64_t hidden_size, int element_bytes, int64_t rows, int least_threads, const FewRows& few,
+                        F&& most_threads) {
     const int vectors = static_cast<int>(hidden_size * element_bytes / 16);
     RunTimePlan plan{};
     int fewest_slots = INT_MAX;
@@ -43,8 +44,7 @@ struct RunTimePlan {
     const int threads = 1 << plan.log_threads;
     plan.slots = (vectors - 1) / threads + 1;
     plan.block = std::max(threads, kRunTimeBlock);
-    if (plan.slots * threads <= kRunTimeFewRowsBlock &&
-        rows * std::max(vectors, kRunTimeFewRowsLeast) <= kRunTimeFewRowsVectors) {
+    if (plan.slots * threads <= few.block && rows * std::max(vectors, kRunTimeFewRowsLeast) <= few.vectors) {
       plan.held = 1;
       plan.block = (plan.slots * threads + 31) / 32 * 32;
     }
@@ -53,6 +53,54 @@ struct RunTimePlan {
     return plan;
   }
 };
+
+// The plan of norm_usual.cu and norm_any.cu.
+inline RunTimePlan usual_plan(int64_t hidden_size, int element_bytes, int64_t rows, bool is_rms_norm) {
+  return RunTimePlan::of(hidden_size, element_bytes, rows, least_usual_threads(hidden_size * element_bytes),
+                         kUsualFewRows, [&](int held) { return most_usual_threads(held, element_bytes, is_rms_norm); });
+}
+
+// The arguments of norm_usual.cu.
+struct UsualParams {
+  const void *x, *residual, *weight, *bias;
+  void *y, *residual_out, *rstd, *mean, *mean_tail;
+  RowStrides x_strides, residual_strides;
+  int64_t rows;
+  int hidden_size, log_threads, slots;
+  float inverse_n, eps, weight_offset;
+  static constexpr bool is_rms_norm = false;  // for finish_row()
+
+  UsualParams(const KernelForwardParams& params, const LoadStage& stage, const RunTimePlan& plan)
+      : x(params.x),
+        residual(stage.residual),
+        weight(params.weight),
+        bias(params.bias),
+        y(params.y),
+        residual_out(stage.residual_out),
+        rstd(params.rstd),
+        mean(params.mean),
+        mean_tail(params.mean_tail),
+        x_strides(params.x_strides),
+        residual_strides(stage.residual_strides),
+        rows(params.rows),
+        hidden_size(static_cast<int>(params.hidden_size)),
+        log_threads(plan.log_threads),
+        slots(plan.slots),
+        inverse_n(inverse_of<float>(params.hidden_size)),
+        eps(static_cast<float>(params.eps)),
+        weight_offset(params.weight && params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f) {}
+};
+
+template <int kHeld>
+constexpr int kUsualBlock = kHeld == 1   ? kUsualFewRows.block
+                            : kHeld == 2 ? kRunTimeBlock
+                                         : most_usual_threads(kHeld);
+// Registers: 64 a thread, 40 for two vectors, 80 for five.
+template <int kHeld>
+constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
+                                  : kHeld == 2 ? 1536 / kUsualBlock<kHeld>
+                                  : kHeld == 5 ? 3
+                                               : 1024 / kUsualBlock<kHeld>;
 
 // Calls f(std::integral_constant<int, held>()) for one of kHeld.
 template <int... kHeld, typename F>
@@ -63,12 +111,12 @@ cudaError_t with_held(int held, F&& f) {
 }
 
 // For kSums sums along a row at a time, `kTimes` times.
-template <int kHeld, int kSums, int kTimes = 1>
+template <int kHeld, int kSums, int kTimes = 1, int kFewBlock = kUsualFewRows.block>
 struct SumScratch {
   struct Sums {
     float of[kSums];
   };
-  Sums slots[kTimes][kHeld == 1 ? kRunTimeFewRowsBlock : 1], warps[kTimes][32];
+  Sums slots[kTimes][kHeld == 1 ? kFewBlock : 1], warps[kTimes][32];
 };
 
 // A thread's part of a row.
@@ -76,6 +124,7 @@ template <typename scalar_t, int kHeld>
 struct RunTimeRow {
   static constexpr bool kFew = kHeld == 1;
   static constexpr int kVec = 16 / sizeof(scalar_t);
+  static constexpr int kBatch = kHeld > 6 ? 2 : kHeld > 5 ? 3 : kHeld;  // vectors loaded at once, for lack of registers
   using Vec = RawVec<scalar_t, kVec>;
 
   int threads, log_threads, slots;
@@ -97,6 +146,10 @@ struct RunTimeRow {
         row(kFew ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * (blockDim.x >> log_threads) + part) {}
 
   __device__ __forceinline__ bool spans_warps() const { return kFew || threads > 32; }
+
+  // The column of a vector; where this thread has none, that of the last one. Loads that are always executed leave
+  // their registers free before: predicated loads in a loop over rows keep them.
+  __device__ __forceinline__ int clamped(int held) const { return min(first_col + held * step, hidden_size - kVec); }
 
   // Calls f(held, column) for each vector that this thread has.
   template <typename F>
@@ -143,7 +196,6 @@ struct RunTimeRow {
     }
     const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
     scalar_t* out = static_cast<scalar_t*>(params.residual_out) + row * hidden_size;
-    constexpr int kBatch = kHeld > 6 ? 2 : kHeld > 5 ? 3 : kHeld;  // vectors at a time, for lack of registers
 #pragma unroll
     for (int from = 0; from < kHeld; from += kBatch) {
       RawVec<x_t, kVec> x_raw[kBatch];
@@ -173,10 +225,9 @@ struct RunTimeRow {
   }
 
   // Replaces sums over a thread's slots by sums over the row. `time`: which of the scratch's.
-  template <int kSums, int kTimes>
-  __device__ __forceinline__ void add_up(float (&sums)[kSums], SumScratch<kHeld, kSums, kTimes>& scratch,
-                                         int time) const {
-    using Sums = typename SumScratch<kHeld, kSums, kTimes>::Sums;
+  template <int kSums, typename Scratch>
+  __device__ __forceinline__ void add_up(float (&sums)[kSums], Scratch& scratch, int time) const {
+    using Sums = typename Scratch::Sums;
     const auto share = [&](Sums& target) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) target.of[i] = sums[i];
@@ -219,9 +270,9 @@ struct RunTimeRow {
   // is more than two standard deviations from the mean, once more, about the mean: so var loses little more than two
   // bits. Rows that share a warp do that together; the others get the same bits again. RMSNorm: about m = 0, always.
   // add_differences(m, sums) adds this thread's x - m to sums[0], and their squares to sums[1].
-  template <typename F>
-  __device__ __forceinline__ Moments<float> moments_by(float m, bool is_rms_norm, float inverse_n,
-                                                       SumScratch<kHeld, 2, 2>& scratch, F&& add_differences) const {
+  template <typename Scratch, typename F>
+  __device__ __forceinline__ Moments<float> moments_by(float m, bool is_rms_norm, float inverse_n, Scratch& scratch,
+                                                       F&& add_differences) const {
     float sums[2];
     const auto pass = [&](int time) {
       sums[0] = sums[1] = 0;
@@ -238,9 +289,9 @@ struct RunTimeRow {
     return {0, m, sums[0], sums[1]};  // n is not used
   }
   // The same of the vectors z. load_more() starts further loads behind each pass.
-  template <typename F>
-  __device__ __forceinline__ Moments<float> moments(Vec (&z)[kHeld], float m, bool is_rms_norm, float inverse_n,
-                                                    SumScratch<kHeld, 2, 2>& scratch, F&& load_more) const {
+  template <typename z_t, typename Scratch, typename F>
+  __device__ __forceinline__ Moments<float> moments(RawVec<z_t, kVec> (&z)[kHeld], float m, bool is_rms_norm,
+                                                    float inverse_n, Scratch& scratch, F&& load_more) const {
     return moments_by(m, is_rms_norm, inverse_n, scratch, [&](float m, float (&sums)[2]) {
       if (!kFew) optimization_barrier(z);
       for_each([&](int held, int) {
@@ -258,6 +309,57 @@ struct RunTimeRow {
     });
   }
 };
+
+// Calls f(T()) for x, weight or bias: beside 16-bit z of z's type, or fp32; beside fp32 z of any.
+template <typename scalar_t, typename F>
+__device__ __forceinline__ void with_type_beside(DType dtype, F&& f) {
+  if (sizeof(scalar_t) == 4 && dtype == DType::kFloat16) {
+    f(__half());
+  } else if (sizeof(scalar_t) == 4 && dtype == DType::kBFloat16) {
+    f(__nv_bfloat16());
+  } else if (sizeof(scalar_t) == 4 || dtype == DType::kFloat32) {
+    f(float());
+  } else {
+    f(scalar_t());
+  }
+}
+
+// A vector of weight or bias; where there is none, of the neutral value.
+template <typename T, int kVec, bool kOrdered = true>
+__device__ __forceinline__ RawVec<T, kVec> parameter_vec(const void* source, int64_t at, float neutral) {
+  return source ? load_vec<T, kVec, kOrdered>(static_cast<const T*>(source) + at) : filled_vec<T, kVec>(neutral);
+}
+
+// The same of a type beside scalar_t that is a run-time value: loaded early, and widened when it is used.
+template <int kVec>
+struct ParameterWords {
+  RawVec<float, kVec> raw;
+
+  template <typename scalar_t>
+  __device__ __forceinline__ void load(const void* source, DType dtype, int64_t at, float neutral) {
+    with_type_beside<scalar_t>(dtype, [&](auto type) {
+      using T = decltype(type);
+      const RawVec<T, kVec> vec = parameter_vec<T, kVec>(source, at, neutral);
+      memcpy(&raw, &vec, sizeof(vec));
+    });
+  }
+  template <typename scalar_t>
+  __device__ __forceinline__ void widen(float (&values)[kVec], DType dtype) const {
+    with_type_beside<scalar_t>(dtype, [&](auto type) {
+      RawVec<decltype(type), kVec> vec;
+      memcpy(&vec, &raw, sizeof(vec));
+      unpack(vec, values);
+    });
+  }
+};
+
+// The mean of the first elements of a row, a number near its mean. Where the row is one number it is that number.
+template <typename T>
+__device__ __forceinline__ float mean_of(const RawVec<T, 4>& first) {
+  float values[4];
+  unpack(first, values);
+  return vec_sum(values) / 4;
+}
 
 // y + -0 is y, also where that is -0.
 __device__ const float4 kNoBias = {-0.f, -0.f, -0.f, -0.f};

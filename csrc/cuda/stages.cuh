@@ -1,5 +1,4 @@
-// The stages of forward (LoadStage and Epilogue in kernel_params.h) as template arguments of the kernels; dropout;
-// arithmetic with pinned rounding.
+// What stages of forward do to a vector: dropout, a row gate; arithmetic with pinned rounding.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,47 +18,6 @@ __device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, 
 
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
-
-// Forward's load stage: z = residual + dropout(x) is computed, rounded and stored as x is loaded. `x` is x's type; the
-// type of the kernel is that of residual and z.
-struct NoStage {};
-template <typename x>
-struct WithLoad : LoadStage {};
-
-// Forward's epilogue; x is of the kernel's type.
-template <typename x>
-struct WithEpilogue : Epilogue {};
-
-// A gated norm's gate. Without gates_y the type of the kernel's row is that of z, fp32.
-template <typename x, bool gates_y>
-struct WithGate : RowGate {};
-
-template <typename Stage, typename scalar_t>
-struct TypeOfX {
-  using type = scalar_t;
-};
-template <typename x, typename scalar_t>
-struct TypeOfX<WithLoad<x>, scalar_t> {
-  using type = x;
-};
-template <typename x, bool gates_y, typename scalar_t>
-struct TypeOfX<WithGate<x, gates_y>, scalar_t> {
-  using type = x;
-};
-template <typename Stage, typename scalar_t>
-using x_type = typename TypeOfX<Stage, scalar_t>::type;
-template <typename Stage>
-constexpr bool kHasStage = !std::is_same<Stage, NoStage>::value;
-template <typename Stage>
-constexpr bool kHasLoad = std::is_base_of<LoadStage, Stage>::value;
-template <typename Stage>
-constexpr bool kHasEpilogue = std::is_base_of<Epilogue, Stage>::value;
-template <typename Stage>
-constexpr bool kHasGate = std::is_base_of<RowGate, Stage>::value;
-template <typename Stage>
-constexpr bool kGatesY = false;
-template <typename x>
-constexpr bool kGatesY<WithGate<x, true>> = true;
 
 // Multiplies a vector by the activation of its gate, or adds a residual.
 template <typename x_t, int kVec, typename T>

@@ -1,4 +1,0 @@
-#include "forward_kernel.cuh"
-
-template cudaError_t fused_layernorm::launch_gate<__nv_bfloat16>(const KernelForwardParams&, const RowGate&,
-                                                                 cudaStream_t);

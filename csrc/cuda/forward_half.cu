@@ -1,6 +1,0 @@
-#include "forward_kernel.cuh"
-
-namespace fused_layernorm {
-template cudaError_t launch_rows<__half>(const KernelForwardParams&, cudaStream_t);
-template cudaError_t launch_load<__half>(const KernelForwardParams&, const LoadStage&, cudaStream_t);
-}  // namespace fused_layernorm
