@@ -94,12 +94,13 @@ __global__ void __launch_bounds__(kAnyFewRows.block) few_any_norm_kernel(const _
     z[0] = load_vec<scalar_t, kVec, true>(x + col);
     if (params.residual) others = load_vec<scalar_t, kVec, true>(residual + col);
   }
-  const auto first = load_vec<scalar_t, 4, true>(params.residual ? residual : x);
+  const auto first = load_vec<scalar_t, 4, true>(x);
   weight.template load<scalar_t>(params.weight, params.weight_dtype, segment * params.weight_stride + row.clamped(0),
                                  1);
   bias.template load<scalar_t>(params.bias, params.weight_dtype, segment * params.weight_stride + row.clamped(0), -0.f);
   float values[kVec], factors[kVec];
-  if (is_there && (params.residual || params.gate)) {
+  const bool is_x = !params.residual && !params.gate;
+  if (is_there && !is_x) {
     unpack(z[0], values);
     if (params.gate) {
       const auto* gate = static_cast<const scalar_t*>(params.gate) + segment * params.gate_stride;
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kAnyFewRows.block) few_any_norm_kernel(const _
     z[0] = pack<scalar_t>(values);
     if (params.residual_out) store_raw(static_cast<scalar_t*>(params.residual_out) + y_row + col, z[0]);
   }
-  const float near_mean = params.is_rms_norm ? 0 : mean_of(first);
+  const float near_mean = params.is_rms_norm ? 0 : is_x ? mean_of(first) : row.near_mean_of(z, scratch);
   const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
   const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row.row, col == 0);
   if (!is_there) return;
@@ -140,9 +141,9 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
   __device__ __forceinline__ AnyRow(const AnyParams& params)
       : Base(params.hidden_size, params.log_threads, params.slots), params(params) {}
 
-  // z = residual + gate * dropout(x) of x's type, rounded, and stored if residual_out is wanted. Returns mean_of().
+  // z = residual + gate * dropout(x) of x's type, rounded, and stored if residual_out is wanted.
   template <typename x_t>
-  __device__ __forceinline__ float load_sum(Vec (&z)[kHeld], unsigned segment) const {
+  __device__ __forceinline__ void load_sum(Vec (&z)[kHeld], unsigned segment) const {
     const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row);
     const x_t* gate = static_cast<const x_t*>(params.gate) + segment * params.gate_stride;
     const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
@@ -154,7 +155,6 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
       z[held] = filled_vec<scalar_t, kVec>(-0.f);  // x + -0 is x, also where that is -0
       if (params.residual) z[held] = load_vec<scalar_t, kVec>(residual + clamped(held));
     }
-    const float near_mean = params.residual ? mean_of(load_vec<scalar_t, 4>(residual)) : mean_of(load_vec<x_t, 4>(x));
     const auto sum = [&](int held, int col, auto&& change) {
       float from_x[kVec], values[kVec];
       unpack(x_raw[held], from_x);
@@ -191,7 +191,6 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
     } else {
       for_each([&](int held, int col) { sum(held, col, [](float (&)[kVec]) {}); });
     }
-    return near_mean;
   }
 
   // for_each() of `count` vectors from `from` on.
@@ -218,15 +217,15 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
     if constexpr (kLoads) {
       with_type_beside<scalar_t>(params.x_dtype, [&](auto type) {
         using x_t = decltype(type);
-        if constexpr (sizeof(x_t) <= sizeof(scalar_t)) near_mean = load_sum<x_t>(z, segment);
+        if constexpr (sizeof(x_t) <= sizeof(scalar_t)) load_sum<x_t>(z, segment);
       });
+      if (!params.is_rms_norm) near_mean = Base::near_mean_of(z, scratch);
     } else {
       const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
 #pragma unroll
       for (int held = 0; held < kHeld; ++held) z[held] = load_vec<scalar_t, kVec>(x + clamped(held));
-      near_mean = mean_of(load_vec<scalar_t, 4>(x));
+      if (!params.is_rms_norm) near_mean = mean_of(load_vec<scalar_t, 4>(x));
     }
-    if (params.is_rms_norm) near_mean = 0;
     const Moments<float> moments = Base::moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
     const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row, first_col == 0);
     if (kHeld > 3) optimization_barrier(z);

@@ -117,7 +117,16 @@ struct SumScratch {
     float of[kSums];
   };
   Sums slots[kTimes][kHeld == 1 ? kFewBlock : 1], warps[kTimes][32];
+  float near_mean;
 };
+
+// The mean of the first elements of a row, a number near its mean. Where the row is one number it is that number.
+template <typename T>
+__device__ __forceinline__ float mean_of(const RawVec<T, 4>& first) {
+  float values[4];
+  unpack(first, values);
+  return vec_sum(values) / 4;
+}
 
 // A thread's part of a row.
 template <typename scalar_t, int kHeld>
@@ -222,6 +231,18 @@ struct RunTimeRow {
       });
     }
     if (!kFew) load_more();  // for lack of registers
+  }
+
+  // The mean of the first four elements of z, for all threads of the row.
+  template <typename Scratch>
+  __device__ __forceinline__ float near_mean_of(const Vec (&z)[kHeld], Scratch& scratch) const {
+    RawVec<scalar_t, 4> first;
+    memcpy(&first, &z[0], sizeof(first));
+    const float mean = mean_of(first);
+    if (!spans_warps()) return __shfl_sync(0xffffffffu, mean, lane & -threads);
+    if (first_col == 0) scratch.near_mean = mean;
+    __syncthreads();
+    return scratch.near_mean;
   }
 
   // Replaces sums over a thread's slots by sums over the row. `time`: which of the scratch's.
@@ -352,14 +373,6 @@ struct ParameterWords {
     });
   }
 };
-
-// The mean of the first elements of a row, a number near its mean. Where the row is one number it is that number.
-template <typename T>
-__device__ __forceinline__ float mean_of(const RawVec<T, 4>& first) {
-  float values[4];
-  unpack(first, values);
-  return vec_sum(values) / 4;
-}
 
 // y + -0 is y, also where that is -0.
 __device__ const float4 kNoBias = {-0.f, -0.f, -0.f, -0.f};
