@@ -276,7 +276,7 @@ def list_calls(light=False):
             if hidden_size % 8 == 0 and hidden_size <= 1 << 16:
                 for rows in rows_for(hidden_size):
                     gated_call(rows, hidden_size, dtype, dtype)
-    if light:  # few enough rows for 128 threads of fp32
+    if light:  # a row of 1024 vectors, the most of few rows
         gated_call(1, 4096, single, single)
     for (dtype, of), hidden_size in itertools.product(
         ((half, single), (brain, double), (single, brain), (double, single), (single, single)), (7, 264, 4099)

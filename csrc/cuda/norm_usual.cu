@@ -7,6 +7,11 @@
 namespace fused_layernorm {
 namespace {
 
+RunTimePlan usual_plan(int64_t hidden_size, int element_bytes, int64_t rows, bool is_rms_norm) {
+  return RunTimePlan::of(hidden_size, element_bytes, rows, least_usual_threads(hidden_size * element_bytes),
+                         kUsualFewRows, [&](int held) { return most_usual_threads(held, element_bytes, is_rms_norm); });
+}
+
 // The same for few rows of RMSNorm without residual, evenly spaced: code that is jumped over, and a longer list of
 // arguments, take time (H200, bf16: 32 x 512 1.27 us, 1.12; LayerNorm gains nothing).
 struct FewRmsParams {
@@ -38,6 +43,17 @@ struct FewRmsParams {
         eps(all.eps),
         weight_offset(all.weight_offset) {}
 };
+
+template <int kHeld>
+constexpr int kUsualBlock = kHeld == 1   ? kUsualFewRows.block
+                            : kHeld == 2 ? kRunTimeBlock
+                                         : most_usual_threads(kHeld);
+// Registers: 64 a thread, 40 for two vectors, 80 for five.
+template <int kHeld>
+constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
+                                  : kHeld == 2 ? 1536 / kUsualBlock<kHeld>
+                                  : kHeld == 5 ? 3
+                                               : 1024 / kUsualBlock<kHeld>;
 
 template <typename scalar_t, int kHeld, bool kIsRms, typename Params>
 __global__ void __launch_bounds__(kUsualBlock<kHeld>, kUsualBlocksPerSm<kHeld>)

@@ -1,6 +1,6 @@
-// Rows whose plan is a run-time value, for kernels with few options: the forward of usual calls (norm_usual.cu) and
-// norms with a quantized result. One kernel for all sizes, with less code than a kernel for each plan that has every
-// option.
+// Rows whose plan is a run-time value: forward of rows that a block holds, without an epilogue (norm_usual.cu,
+// norm_any.cu, norm_gated.cu), and norms with a quantized result. A kernel for each number of vectors a thread, not for
+// each plan.
 //
 // A row has 2^log_threads threads with up to eight slots each; slot s of thread t is vector s * threads + t of the row.
 // With kHeld 2 to 8 a thread holds all of its slots, and a block has one row, or several of at most 32 threads. With
@@ -54,13 +54,7 @@ struct RunTimePlan {
   }
 };
 
-// The plan of norm_usual.cu and norm_any.cu.
-inline RunTimePlan usual_plan(int64_t hidden_size, int element_bytes, int64_t rows, bool is_rms_norm) {
-  return RunTimePlan::of(hidden_size, element_bytes, rows, least_usual_threads(hidden_size * element_bytes),
-                         kUsualFewRows, [&](int held) { return most_usual_threads(held, element_bytes, is_rms_norm); });
-}
-
-// The arguments of norm_usual.cu.
+// The arguments of norm_usual.cu, and the first ones of norm_any.cu and norm_gated.cu.
 struct UsualParams {
   const void *x, *residual, *weight, *bias;
   void *y, *residual_out, *rstd, *mean, *mean_tail;
@@ -90,17 +84,6 @@ struct UsualParams {
         eps(static_cast<float>(params.eps)),
         weight_offset(params.weight && params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f) {}
 };
-
-template <int kHeld>
-constexpr int kUsualBlock = kHeld == 1   ? kUsualFewRows.block
-                            : kHeld == 2 ? kRunTimeBlock
-                                         : most_usual_threads(kHeld);
-// Registers: 64 a thread, 40 for two vectors, 80 for five.
-template <int kHeld>
-constexpr int kUsualBlocksPerSm = kHeld == 1   ? 1
-                                  : kHeld == 2 ? 1536 / kUsualBlock<kHeld>
-                                  : kHeld == 5 ? 3
-                                               : 1024 / kUsualBlock<kHeld>;
 
 // Calls f(std::integral_constant<int, held>()) for one of kHeld.
 template <int... kHeld, typename F>
@@ -133,7 +116,6 @@ template <typename scalar_t, int kHeld>
 struct RunTimeRow {
   static constexpr bool kFew = kHeld == 1;
   static constexpr int kVec = 16 / sizeof(scalar_t);
-  static constexpr int kBatch = kHeld > 6 ? 2 : kHeld > 5 ? 3 : kHeld;  // vectors loaded at once, for lack of registers
   using Vec = RawVec<scalar_t, kVec>;
 
   int threads, log_threads, slots;
@@ -205,6 +187,7 @@ struct RunTimeRow {
     }
     const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
     scalar_t* out = static_cast<scalar_t*>(params.residual_out) + row * hidden_size;
+    constexpr int kBatch = kHeld > 6 ? 2 : kHeld > 5 ? 3 : kHeld;  // vectors at a time, for lack of registers
 #pragma unroll
     for (int from = 0; from < kHeld; from += kBatch) {
       RawVec<x_t, kVec> x_raw[kBatch];
@@ -346,9 +329,9 @@ __device__ __forceinline__ void with_type_beside(DType dtype, F&& f) {
 }
 
 // A vector of weight or bias; where there is none, of the neutral value.
-template <typename T, int kVec, bool kOrdered = true>
+template <typename T, int kVec>
 __device__ __forceinline__ RawVec<T, kVec> parameter_vec(const void* source, int64_t at, float neutral) {
-  return source ? load_vec<T, kVec, kOrdered>(static_cast<const T*>(source) + at) : filled_vec<T, kVec>(neutral);
+  return source ? load_vec<T, kVec, true>(static_cast<const T*>(source) + at) : filled_vec<T, kVec>(neutral);
 }
 
 // The same of a type beside scalar_t that is a run-time value: loaded early, and widened when it is used.
