@@ -65,6 +65,10 @@ def lengths(kind, light=False):
     for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
         for _, elements, cluster in plans:
             held |= {elements * blocks for blocks in (1, 2, cluster)} if cluster > 1 else {elements}
+    if kind != "fp64":  # sizes that have a kernel with an epilogue
+        text = (ROOT / "csrc" / "cuda" / "norm_epilogue.cu").read_text()
+        (sizes,) = re.findall(rf"using {'Float32' * (kind == 'fp32')}Sizes = .*?<int, ([\d, ]+)>", text)
+        held |= set(map(int, sizes.split(",")))
     held |= {
         1 << 18,
         (1 << 18) + 2,
@@ -145,13 +149,12 @@ def list_calls(light=False):
         leaves = tuple(t for t in (x, residual, scale, shift, gate) if t is not None)
         backward(results, tuple(torch.randn_like(t) for t in results), (leaves, (x,), leaves[-1:]), part)
 
-    def add(
-        rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype, norm, p, out_dtype, used, part=None
-    ):  # fmt: skip
+    def add(rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype, norm, p, out_dtype, activation, used,
+            part=None):  # fmt: skip
         x, weight, bias = (tensor(dtype, rows, hidden_size), *(tensor(weight_dtype, hidden_size) for _ in "wb"))
         residual = None if residual_dtype is None else tensor(residual_dtype, rows, hidden_size)
         results = norm(x, residual, weight, bias, dropout_p=p, residual_dtype=z_dtype, out_dtype=out_dtype,
-                       return_dropout_mask=True)[:2]  # fmt: skip
+                       activation=activation, return_dropout_mask=True)[:2]  # fmt: skip
         leaves = (x,) if residual is None else (x, residual)
         wanted = ([(*leaves, weight, bias), (x,), (weight,)] if 0 in used else []) + [leaves, (x,), leaves[-1:]]
         results = tuple(results[i] for i in used)
@@ -229,6 +232,7 @@ def list_calls(light=False):
         weight_dtype = draw.choice((dtype, single if dtype != double else double))
         calls.append((add, rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype,
                       draw.choice((fused_add_layer_norm, fused_add_rms_norm)), p, out_dtype,
+                      draw.choice((None, None, "gelu", "silu")),
                       draw.choice(((0, 1), (0, 1), (0,), (1,)))))  # fmt: skip
 
     mixes = ((half, half), (half, single), (brain, brain), (brain, single), (single, single))

@@ -1186,6 +1186,29 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {int64_t{5}, 600000 / n + 3})
           for (const bool rms : {false, true}) add_case(cases, types, feature, n, rows, rms);
     }
+  // Epilogues: sizes that have a kernel and sizes that fill no plan, few rows and many
+  const Feature epilogues[] = {
+      {"gelu", [](Case& c) { c.activation = Activation::kGelu; }},
+      {"silu, padded rows", [](Case& c) { c.activation = Activation::kSilu, c.layout = kPadded; }},
+      {"gelu_tanh, no bias, far",
+       [](Case& c) { c.activation = Activation::kGeluTanh, c.has_bias = false, c.first_is_far = true; }},
+      {"dropout of y", [](Case& c) { c.drops_y = true; }},
+      {"relu, dropout of y", [](Case& c) { c.activation = Activation::kRelu, c.drops_y = true; }},
+      {"residual, dropout of y",
+       [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = c.drops_y = true; }},
+      {"gate, residual, silu, offset",
+       [](Case& c) {
+         c.load = c.has_gate = c.has_residual = c.wants_residual = true, c.activation = Activation::kSilu;
+         c.weight_offset = 1;
+       }},
+  };
+  for (const int64_t n : {16, 128, 256, 512, 640, 1152, 1280, 1408, 1536, 2048, 3072, 5120, 12288, 16384})
+    for (const NamedTypes& types : kTypes) {
+      if (types.t.x == DType::kFloat64) continue;
+      for (const Feature& feature : epilogues)
+        for (const int64_t rows : {int64_t{6}, 300000 / n + 3})
+          if (++turn % 5 == 0) add_case(cases, types, feature, n, rows, turn % 2);
+    }
   // Ragged rows: several in a warp, one in a warp or in a block, and rows too long for shared memory
   for (const int64_t n :
        {2, 7, 33, 34, 65, 129, 193, 258, 319, 513, 769, 1281, 2049, 12345, 12346, 30001, 70001, 120001})

@@ -1150,6 +1150,51 @@ def test_modulation_does_not_depend_on_the_batch(device, op, dtype, hidden_size)
             assert same_bits(a, b[:, :2]), list(stage)
 
 
+@on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in OPS for dtype in (fp16, bf16, fp32)
+                                      for n in (64, 768, 1152, 4096)], few_on_cpu=True)  # fmt: skip
+def test_epilogues_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """an epilogue alone and behind a load stage, of 3 rows and of many"""
+    if not uses_kernels(device):
+        pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
+    rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS // 4) // hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(rows, hidden_size, generator=generator).to(device, dtype) for _ in range(2))
+    weight, bias = (torch.rand(hidden_size, generator=generator).to(device, dtype) for _ in "wb")
+    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+        many = OPS[op](x, weight, bias, 1e-5, activation=activation)
+        y, z = ADD_OPS[op](x, residual, weight, bias, 1e-5, activation=activation)
+        assert same_bits(OPS[op](x[:3], weight, bias, 1e-5, activation=activation), many[:3])
+        few = ADD_OPS[op](x[:3], residual[:3], weight, bias, 1e-5, activation=activation)
+        assert same_bits(few[0], y[:3]) and same_bits(few[1], z[:3])
+
+
+@on_devices("dtype,hidden_size", [(dtype, n) for dtype in (bf16, fp32) for n in (768, 1152)], devices=("cuda",))
+def test_stages_are_one_kernel(device, dtype, hidden_size):
+    """load stage and epilogue, alone and together, also with a stream of float32 and Llama's rounding"""
+    x, residual = (torch.randn(8, hidden_size, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.ones(hidden_size, device=device, dtype=dtype)
+    calls = {
+        "activation": lambda: OPS["layer_norm"](x, weight, activation="gelu"),
+        "float32 weight": lambda: OPS["layer_norm"](x, weight.float(), activation="gelu"),
+        "residual": lambda: ADD_OPS["layer_norm"](x, residual, weight),
+        "residual and activation": lambda: ADD_OPS["rms_norm"](x, residual, weight, activation="silu"),
+        "float32 stream": lambda: ADD_OPS["rms_norm"](x, residual.float(), weight, residual_dtype=fp32),
+        "all of a float32 stream": lambda: ADD_OPS["layer_norm"](
+            x, residual.float(), weight.float(), residual_dtype=fp32, activation="relu"
+        ),  # fmt: skip
+    }
+    if dtype == bf16:
+        calls["rounding"] = lambda: OPS["rms_norm"](x, weight, rounding="llama", activation="silu")
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            call()
+            torch.cuda.synchronize()
+        kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == 1, (name, kernels)
+
+
 @on_devices("op,dtype,residual_dtype", [
     (op, *dtypes) for op in OPS for dtypes in ((bf16, None), (bf16, fp32), (fp32, fp32), (fp64, None))
 ], devices=("cpu",))  # fmt: skip

@@ -90,43 +90,6 @@ __device__ __forceinline__ T reference_point(T sum, T first, int sampled) {
   return sampled > 0 ? snapped(quick_ratio(sum, sampled), first) : T(0);
 }
 
-// The moments of this thread's vectors of a row, or of a tile of it with `left` elements. All threads of a warp get the
-// same reference point, the mean of the first kSample vectors of its lanes: the first, which saves most of a pass. The
-// mean of a quarter of a set is at most 1.7 sigma from the mean of all, that of a ninth 2.8 (Cauchy-Schwarz): var loses
-// at most three bits.
-template <typename Row, typename Plan, typename Slots, typename scalar_t, int kVecs, int kVec>
-__device__ __forceinline__ Moments<acc_type<scalar_t>> tile_moments(RawVec<scalar_t, kVec> (&raw)[kVecs],
-                                                                    const Slots& slots, int left, int rank,
-                                                                    bool is_rms_norm) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kSpan = Slots::kStep / kVec;
-  constexpr int kSample = sizeof(scalar_t) > 4 ? kVecs : 1;
-  const int lane = rank % kSpan, own = lane * kVec;
-  acc_t values[kVec];
-  Moments<acc_t> here{static_cast<acc_t>(slots.count_of(kVecs, lane, 1)), 0, 0, 0};
-  if (!is_rms_norm) {
-    acc_t sum = 0;
-#pragma unroll
-    for (int v = 0; v < kSample; ++v)
-      if (v * Slots::kStep + own < left) {
-        unpack(raw[v], values);
-        sum += vec_sum(values);
-      }
-    unpack(raw[0], values);
-    const int sampled = slots.count_of(kSample, lane / Row::kLanes * Row::kLanes, Row::kLanes);
-    here.m = reference_point<Row>(sum, values[0], sampled);
-  }
-  if constexpr (kWidenAnew<Plan>) optimization_barrier(raw);
-  slots.for_each([&](int v, auto whole) {
-    if (!whole && slots.count(v) <= 0) return;
-    unpack(raw[v], values);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] -= here.m;
-    here.add(values);
-  });
-  return here;
-}
-
 // Merges the threads' parts into this block's part of a row. All parts of a warp have the same m, and n counts the
 // elements of the warp. Includes a barrier of the block if the row has several warps: the block then has one row.
 // `shares`: this warp writes its part to scratch (of several that have the same).
@@ -154,21 +117,6 @@ __device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T inverse_n, 
   return part;
 }
 
-// The same for a row that `blocks` blocks of a cluster share, each of which has `elements` elements of it, perhaps
-// fewer than 0. The cluster must have arrived (cluster_arrive) before.
-template <typename Row, typename T>
-__device__ __forceinline__ Moments<T> whole_row_moments(Moments<T> part, int blocks, int elements, T inverse_n,
-                                                        Moments<T>* scratch, Moments<T>* cluster_scratch, int rank) {
-  part = row_moments<Row>(part, blocks > 1 ? quick_ratio(T(1), max(elements, 1)) : inverse_n, scratch, rank);
-  if (blocks == 1) return part;
-  part.n = static_cast<T>(max(elements, 0));
-  cluster_wait();
-  if (threadIdx.x < blocks) push_to_peer(cluster_scratch + cluster_rank(), threadIdx.x, part);
-  cluster_sync();
-  return merge_moments<kMaxCluster>(
-      threadIdx.x % kMaxCluster < blocks ? cluster_scratch[threadIdx.x % kMaxCluster] : Moments<T>{}, inverse_n);
-}
-
 // Loads the first `count` elements of a parameter's vector if the parameter is `given`; the others are `neutral`.
 // kOrdered keeps the load behind earlier stores: read-only loads of all vectors of straight-line code are hoisted,
 // which spills.
@@ -190,40 +138,6 @@ __device__ __forceinline__ RawVec<weight_t, kVec> load_parameter(const weight_t*
 
 __device__ __forceinline__ float inverse_sqrt(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
-
-// KernelForwardParams with one weight for all rows, and y of x's dtype.
-template <typename scalar_t>
-struct PlainForwardParams {
-  const void *x, *weight, *bias;
-  void* y;
-  RowStrides x_strides;
-  int64_t rows;
-  int hidden_size;
-  float eps, weight_offset;
-  void *rstd, *mean, *mean_tail;
-  bool is_rms_norm;
-  DType weight_dtype;
-  static constexpr DType y_dtype = dtype_of<scalar_t>;
-  static constexpr int segments = 1;
-  static constexpr bool interleaves = false;
-  static constexpr int64_t weight_stride = 0;
-
-  explicit PlainForwardParams(const KernelForwardParams& params)
-      : x(params.x),
-        weight(params.weight),
-        bias(params.bias),
-        y(params.y),
-        x_strides(params.x_strides),
-        rows(params.rows),
-        hidden_size(static_cast<int>(params.hidden_size)),
-        eps(static_cast<float>(params.eps)),
-        weight_offset(static_cast<float>(params.weight_offset)),
-        rstd(params.rstd),
-        mean(params.mean),
-        mean_tail(params.mean_tail),
-        is_rms_norm(params.is_rms_norm),
-        weight_dtype(params.weight_dtype) {}
-};
 
 // The segment of a row, and the offset of its weight and bias.
 template <typename Params>

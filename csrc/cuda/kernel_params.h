@@ -29,6 +29,8 @@ struct LoadStage {
   const void* gate;  // [segments, hidden_size], of x's dtype; not with dropout; nullptr: 1
   int64_t gate_stride;
   bool rounds_x_hat;  // to the 16-bit type of z, before the product with weight (Llama). There is no bias
+
+  bool any() const { return residual || residual_out || gate || dropout.philox; }
 };
 
 // The RMSNorm of y behind the addition of a residual: NormForwardParams::next_y, of x's dtype; nullptr: none.

@@ -419,14 +419,6 @@ void complete_statistics(KernelForwardParams& norm, bool needs, Sequence& run) {
   if (!norm.mean_tail) norm.mean_tail = run.take(bytes);
 }
 
-cudaError_t launch_epilogue_of(const KernelForwardParams& norm, const Epilogue& epilogue, cudaStream_t stream) {
-  switch (norm.x_dtype) {
-    case DType::kFloat16: return launch_epilogue<__half>(norm, epilogue, stream);
-    case DType::kBFloat16: return launch_epilogue<__nv_bfloat16>(norm, epilogue, stream);
-    default: return launch_epilogue<float>(norm, epilogue, stream);
-  }
-}
-
 void read_parameters(const NormForwardParams& params, DType dtype, KernelForwardParams& norm, Sequence& run) {
   const Parameters read = run.readable({params.weight, params.bias, params.weight_stride, params.weight_dtype}, dtype);
   norm.weight = read.weight;
@@ -543,38 +535,29 @@ void forward(const NormForwardParams& params, Sequence& run) {
   if (params.row_gate || params.adds_y) return forward_gated(params, norm, run);
 
   const Epilogue epilogue{params.activation, params.drops_y ? params.dropout : Dropout{}};
-  const bool has_epilogue = params.has_epilogue();
-  KernelForwardParams of_z = norm;
-  LoadStage stage{};
-  bool loads = false;  // by the kernel of the load stage, which also rounds x_hat
-  stage.rounds_x_hat = params.rounds_x_hat;
+  LoadStage none{};
+  none.residual_strides = {params.rows, 0, 0};
+  none.residual_out_dtype = params.x_dtype;
+  none.rounds_x_hat = params.rounds_x_hat;
+  LoadStage stage = none;
+  bool has_stages = params.has_load_stage || params.has_epilogue() || params.rounds_x_hat;
   if (params.has_load_stage) {
-    const auto make_z = [&] {
-      stage.residual_out = params.residual_out ? params.residual_out : run.take_rows(params.z_dtype);
-      of_z.x = stage.residual_out;
-    };
-    const bool keeps_z = params.residual_out || has_epilogue;  // an epilogue may be a later launch, which reads z
-    if (keeps_z) make_z();
-    of_z.x_dtype = params.z_dtype;
-    of_z.x_strides = contiguous(params.rows, params.hidden_size);
     stage.residual = params.residual;
-    stage.residual_strides = params.residual_strides;
+    stage.residual_out = params.residual_out;
+    if (params.residual) stage.residual_strides = params.residual_strides;
     stage.residual_dtype = params.residual ? params.residual_dtype : params.z_dtype;
     stage.residual_out_dtype = params.z_dtype;
     if (params.drops_x()) stage.dropout = params.dropout;
     const Parameters gate = run.readable({params.gate, nullptr, params.gate_stride, params.x_dtype}, params.x_dtype);
     stage.gate = gate.weight;
     stage.gate_stride = gate.stride;
-    // With both stages the epilogue is fused, and the load stage is a launch before: the other way round, the epilogue
-    // would read z again
-    loads = takes_load_stage(norm, stage) && (!has_epilogue || (!takes_epilogue(of_z) && !stage.rounds_x_hat));
-    if (loads) {
+    if (takes_stages(norm, stage, epilogue)) {
       const Rows residual =
           run.readable({stage.residual, stage.residual_strides, stage.residual_dtype}, stage.residual_dtype);
       stage.residual = residual.data;
-      stage.residual_strides = residual.data ? residual.strides : RowStrides{params.rows, 0, 0};
-    } else {
-      if (!keeps_z) make_z();
+      if (residual.data) stage.residual_strides = residual.strides;
+    } else {  // a launch before
+      if (!stage.residual_out) stage.residual_out = run.take_rows(params.z_dtype);
       const bool is_by_row = stage.gate || stage.dropout.philox;
       const Extent extent = is_by_row ? Extent{params.rows, params.hidden_size}
                                       : extent_of(params.rows, params.hidden_size,
@@ -583,33 +566,30 @@ void forward(const NormForwardParams& params, Sequence& run) {
         return launch_eights(extent, is_double ? load_stage_kernel<double> : load_stage_kernel<float>, stream, norm,
                              stage);
       });
-      const Rows z = run.readable({of_z.x, of_z.x_strides, of_z.x_dtype}, is_double ? params.x_dtype : params.z_dtype);
-      of_z.x = z.data;
-      of_z.x_dtype = z.dtype;
-      norm = of_z;
+      const Rows z = run.readable({stage.residual_out, contiguous(params.rows, params.hidden_size), params.z_dtype},
+                                  is_double ? params.x_dtype : params.z_dtype);
+      norm.x = z.data;
+      norm.x_strides = z.strides;
+      norm.x_dtype = z.dtype;
+      stage = none;
+      stage.residual_out_dtype = z.dtype;
+      has_stages = params.has_epilogue() || params.rounds_x_hat;
     }
-  } else if (stage.rounds_x_hat && !has_epilogue) {
-    stage.residual_out_dtype = params.x_dtype;
-    stage.residual_strides = RowStrides{params.rows, 0, 0};
-    loads = takes_load_stage(norm, stage);
   }
 
-  const bool is_fused = has_epilogue && !loads && !stage.rounds_x_hat && takes_epilogue(norm);
-  const bool is_apart = has_epilogue ? !is_fused : stage.rounds_x_hat && !loads;  // a last launch makes y
+  const bool is_apart = has_stages && !takes_stages(norm, stage, epilogue);  // a last launch makes y
+  const bool is_fused = has_stages && !is_apart;
+  const bool reads_any =
+      is_fused && stage.residual_out_dtype == DType::kFloat32 && dtype_bytes(params.weight_dtype) <= 4;
   complete_statistics(norm, is_apart, run);
-  read_parameters(params,
-                  loads && (params.weight || params.bias) ? params.weight_dtype
-                                                          : parameter_dtype(params.weight_dtype, norm.x_dtype),
-                  norm, run);
-  if (loads) {
-    run.launch([&](cudaStream_t stream) { return launch_forward(norm, stage, stream); });
-  } else if (is_fused) {
-    run.launch([&](cudaStream_t stream) { return launch_epilogue_of(norm, epilogue, stream); });
-  } else {
+  read_parameters(params, reads_any ? params.weight_dtype : parameter_dtype(params.weight_dtype, norm.x_dtype), norm,
+                  run);
+  if (is_fused)
+    run.launch([&](cudaStream_t stream) { return launch_forward(norm, stage, epilogue, stream); });
+  else
     forward_plain(norm, run);
-  }
   if (!is_apart) return;
-  const SavedNorm saved{{of_z.x, of_z.x_strides, of_z.x_dtype},
+  const SavedNorm saved{{norm.x, norm.x_strides, norm.x_dtype},
                         norm.rstd,
                         norm.mean,
                         norm.mean_tail,

@@ -51,6 +51,7 @@ constexpr bool kManyTiles = Plan::kClusters;
 template <typename... Plans>
 struct Ladder {};
 
+constexpr bool is_power(int value) { return value > 0 && (value & (value - 1)) == 0; }
 constexpr int log_of(int power) { return power == 1 ? 0 : 1 + log_of(power / 2); }
 constexpr int round_up_to_power(int value) { return value <= 1 ? 1 : 2 * round_up_to_power((value + 1) / 2); }
 
@@ -68,25 +69,6 @@ struct ForwardLadder<float> {
 template <>
 struct ForwardLadder<double> {
   using type = Ladder<RowPlan<32, 8, 1>, RowPlan<512, 4, 1, 16>>;
-};
-
-// With an epilogue, instruction issue decides, and a third of the instructions are per row: eight vectors a thread,
-// four up to 128 columns, and no empty slots (10% at 1024, up to 25% at 1152 and 2560). Dropout and each activation
-// have straight-line code (EpilogueRow): with a branch for each vector, instruction fetch stalls cost 3 to 10%. fp32
-// weights beside 16-bit x branch: a quarter to a third less time to compile, gelu 1 to 5% slower.
-template <typename scalar_t>
-struct EpilogueLadder {
-  using type = Ladder<RowPlan<2, 4, 8>, RowPlan<4, 4, 8>, RowPlan<4, 8, 8>, RowPlan<8, 6, 8>, RowPlan<8, 8, 8>,
-                      RowPlan<16, 6, 8>, RowPlan<16, 8, 8>, RowPlan<16, 9, 8>, RowPlan<32, 5, 8>, RowPlan<32, 6, 8>,
-                      RowPlan<32, 7, 8>, RowPlan<32, 8, 8>, RowPlan<64, 5, 8>, RowPlan<64, 6, 8>, RowPlan<64, 7, 8>,
-                      RowPlan<64, 8, 8>, RowPlan<128, 5, 8>, RowPlan<128, 6, 8>, RowPlan<128, 7, 8>, RowPlan<128, 8, 8>,
-                      RowPlan<256, 6, 8>, RowPlan<256, 8, 8>>;
-};
-template <>
-struct EpilogueLadder<float> {
-  using type = Ladder<RowPlan<16, 4, 4>, RowPlan<32, 4, 4>, RowPlan<32, 6, 4>, RowPlan<64, 4, 4>, RowPlan<64, 6, 4>,
-                      RowPlan<128, 4, 4>, RowPlan<128, 6, 4>, RowPlan<256, 4, 4>, RowPlan<256, 5, 4>,
-                      RowPlan<256, 6, 4>, RowPlan<256, 8, 4>, RowPlan<512, 8, 4>>;
 };
 
 // A run-time value (run_time_rows.cuh): two to eight vectors a thread, with as few empty slots as possible. Few rows
@@ -120,6 +102,14 @@ template <typename scalar_t>
 constexpr int most_any_threads(int held) {
   return held == 2 ? 4 : held > 5 && sizeof(scalar_t) == 4 ? 512 : 256;
 }
+// With an epilogue, instruction issue decides, and a third of the instructions are per row: up to eight vectors.
+template <typename scalar_t>
+constexpr int most_epilogue_threads(int held) {
+  return held == 3 ? 0 : held == 4 && sizeof(scalar_t) == 2 ? 4 : most_any_threads<scalar_t>(held);
+}
+// Threads of an SM, for the compiler: 96 registers for eight vectors and more.
+template <int kHeld>
+constexpr int kEpilogueThreads = kHeld > 6 ? 640 : 768;
 // Five: 72 registers, for seven blocks of 128 threads (RMSNorm of 5120 columns 97 us, by 74 registers 101).
 constexpr int most_quant_threads(int held) { return held == 2 || held > 5 ? 0 : held == 5 ? 896 : 1024; }
 
@@ -149,30 +139,6 @@ constexpr int kRaggedCarveout = 58;
 // N = 64 to 1024 within 1.5%.
 template <typename Plan>
 constexpr int kForwardThreads = Plan::kThreads > 32 ? Plan::kThreads : 64;
-
-// Blocked instead of interleaved: each warp of a longer row reads one contiguous slice of it (gains 1 to 1.5%; with 512
-// threads it lost 1%).
-template <typename Plan>
-constexpr bool kByWarps = Plan::kVec >= 4 && !Plan::kClusters && Plan::kThreads > 32 && Plan::kThreads <= 256;
-
-// The bound given to the compiler, which sets the registers: 64 a thread, 80 or more for more vectors (dropout of eight
-// of 16 bits would spill with 80).
-template <typename Plan>
-constexpr int forward_blocks_per_sm(DType x_dtype) {
-  const int bytes = dtype_bytes(x_dtype);
-  const int threads = kManyTiles<Plan> ? 512
-                      : bytes == 8     ? 1024
-                      : bytes == 4     ? (Plan::kThreads > 256 ? 1024 : 768)
-                                       : (Plan::kVecs > 6   ? 640
-                                          : Plan::kVecs > 4 ? 768
-                                                            : 1024);
-  return threads / kForwardThreads<Plan>;
-}
-
-// Whether 16-bit elements are widened again in each pass over the registers, instead of being kept widened: two
-// operations an element more, half the registers.
-template <typename Plan>
-constexpr bool kWidenAnew = Plan::kVecs * Plan::kVec >= 32;
 
 // ---- forward of long rows: streamed through the shared memory of persistent clusters (sm_90 and later) --------------
 
@@ -343,30 +309,33 @@ struct RowGateGradLadder<float> {
 };
 
 // With per-row weights (norm_backward_per_row.cu): two vectors a thread and 1024 threads an SM; three or four vectors
-// lost 3 to 20%.
-template <typename scalar_t>
-struct PerRowLadder {
-  using type = Ladder<RowPlan<16, 2, 8>, RowPlan<32, 2, 8>, RowPlan<64, 2, 8>, RowPlan<96, 2, 8>, RowPlan<128, 2, 8>,
-                      RowPlan<256, 2, 8>, RowPlan<512, 2, 8>, RowPlan<512, 3, 8, 16>>;
-};
-template <>
-struct PerRowLadder<float> {
-  using type = Ladder<RowPlan<32, 2, 4>, RowPlan<64, 2, 4>, RowPlan<96, 2, 4>, RowPlan<128, 2, 4>, RowPlan<256, 2, 4>,
-                      RowPlan<512, 2, 4>, RowPlan<512, 4, 4, 16>>;
-};
-// Ragged rows, and fp64.
-template <typename scalar_t>
-struct RaggedPerRowLadder {
-  using type = Ladder<RowPlan<32, 4, 1>, RowPlan<256, 4, 1, 16>>;
-};
-template <>
-struct PerRowLadder<double> : RaggedPerRowLadder<double> {};
+// lost 3 to 20%. Rows of several tiles, and rows that are read by the element, take more.
+constexpr int kMostPerRowThreads = 512;
+constexpr int per_row_vecs(int element_bytes, int vec, bool has_tiles) {
+  return vec == 1 ? 4 : !has_tiles ? 2 : element_bytes == 2 ? 3 : 4;
+}
+// threads: `least`, or whole warps with as few empty slots as possible. held: the vectors of a thread in a tile. Rows
+// of several tiles have blocks of 256, of which two fill an SM, unless one tile by 512 threads holds them.
+struct PerRowPlan {
+  bool has_tiles;
+  int threads, held;
 
-// As many threads as registers allow. same: all tensors have one dtype, which saves the tests.
-template <typename Plan>
-constexpr int per_row_blocks_per_sm(bool same, int bytes) {
-  const int threads = kManyTiles<Plan> || bytes == 8 ? 512 : bytes == 2 && !same ? 768 : 1024;
-  return std::max(threads / std::max(Plan::kThreads, 64), 1);
+  PerRowPlan(int64_t vectors, int element_bytes, int vec, int least) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+    held = per_row_vecs(element_bytes, vec, false);
+    has_tiles = vectors > kMostPerRowThreads * held;
+    threads = vectors <= least * held ? least : ceil_div(vectors, held * 32) * 32;
+    if (!has_tiles) return;
+    held = per_row_vecs(element_bytes, vec, true);
+    threads = vectors > kMostPerRowThreads * held ? 256 : kMostPerRowThreads;
+    held = ceil_div(vectors, int64_t{threads} * ceil_div(vectors, threads * held));
+  }
+};
+
+// Threads of an SM, for the compiler: as many as registers allow. same: all tensors have one dtype, which saves the
+// tests.
+constexpr int per_row_bound(int element_bytes, bool same, bool has_tiles) {
+  return has_tiles || element_bytes == 8 ? 512 : element_bytes == 2 && !same ? 768 : 1024;
 }
 
 // Ragged rows: vectors of two 16-bit elements, or single elements. Empty slots cost time here too (H100, bf16, without

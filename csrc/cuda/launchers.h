@@ -20,8 +20,13 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
 // does not depend on the number of rows.
 cudaError_t launch_usual_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
 
+// norm_epilogue.cu: what most models run, of common sizes, with an epilogue; else cudaErrorNotSupported.
+cudaError_t launch_epilogue_norm(const KernelForwardParams& params, const LoadStage& stage, const Epilogue& epilogue,
+                                 cudaStream_t stream);
+
 // norm_any.cu: all calls with rows of whole vectors that are not long, but for fp64.
-cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
+cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& stage, const Epilogue& epilogue,
+                            cudaStream_t stream);
 
 // norm_ragged.cu: rows of any length that are not whole 16-byte vectors. Returns cudaErrorNotSupported for others, and
 // for fp64.
@@ -38,26 +43,20 @@ bool is_huge_forward(const KernelForwardParams& params);
 int64_t forward_huge_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);
 
-// The same with a load stage, without workspace. x may be 16-bit beside fp32 z; weight is of x's type or fp32.
-bool takes_load_stage(const KernelForwardParams& params, const LoadStage& stage);
-cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream);
+// The same with stages, by one kernel without workspace; takes_stages() lists the calls. x may be 16-bit beside fp32 z;
+// beside 16-bit z weight is of its type or fp32, beside fp32 z of any but fp64. With an epilogue y is of x's type.
+bool takes_stages(const KernelForwardParams& params, const LoadStage& stage, const Epilogue& epilogue);
+cudaError_t launch_forward(const KernelForwardParams& params, const LoadStage& stage, const Epilogue& epilogue,
+                           cudaStream_t stream);
 
 // norm_gated.cu: a gated norm; the gate is of x's dtype, and takes_gate() lists the calls. Without workspace.
 bool takes_gate(const KernelForwardParams& params);
 cudaError_t launch_forward(const KernelForwardParams& params, const RowGate& gate, cudaStream_t stream);
 
-// forward_epilogue_*.cu: with an epilogue, of x's type; takes_epilogue() lists the calls. Without workspace.
-template <typename scalar_t>
-cudaError_t launch_epilogue(const KernelForwardParams& params, const Epilogue& epilogue, cudaStream_t stream);
-
-// Whether forward with a stage has a plan for such rows: x consists of whole 16-byte vectors, z is not a long row, and
-// y is of x's dtype.
+// Whether forward with a stage or a gate has a plan for such rows: x consists of whole 16-byte vectors, and z is not a
+// long row.
 inline bool has_fused_plan(const KernelForwardParams& params, DType z) {
-  return params.hidden_size % (16 / dtype_bytes(params.x_dtype)) == 0 && !is_long_row(z, params.hidden_size) &&
-         params.y_dtype == params.x_dtype;
-}
-inline bool takes_epilogue(const KernelForwardParams& params) {
-  return has_fused_plan(params, params.x_dtype) && params.x_dtype != DType::kFloat64 && params.segments <= 1;
+  return params.hidden_size % (16 / dtype_bytes(params.x_dtype)) == 0 && !is_long_row(z, params.hidden_size);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------

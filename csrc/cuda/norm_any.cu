@@ -1,37 +1,11 @@
-// Forward of the calls that norm_usual.cu does not take, of rows that a block holds: with segments, without weight,
-// with weight or y of another type than x, and with every load stage. Options are run-time values. norm_forward.cu has
-// the formulas.
-#include "forward_rows.cuh"
+// Forward of the calls that norm_usual.cu and norm_epilogue.cu do not take, of rows that a block holds: with segments,
+// without weight, with weight or y of another type than x, with every load stage and epilogue. norm_forward.cu has the
+// formulas.
+#include "any_rows.cuh"
 #include "launchers.h"
-#include "run_time_rows.cuh"
-#include "stages.cuh"
 
 namespace fused_layernorm {
 namespace {
-
-struct AnyParams : UsualParams {
-  const void* gate;
-  Dropout dropout;
-  int64_t weight_stride, gate_stride;
-  int segments, iterations;
-  DType x_dtype, weight_dtype, y_dtype;
-  bool interleaves, is_rms_norm, rounds_x_hat;
-
-  AnyParams(const KernelForwardParams& params, const LoadStage& stage, const RunTimePlan& plan)
-      : UsualParams(params, stage, plan),
-        gate(stage.gate),
-        dropout(stage.dropout),
-        weight_stride(params.weight_stride),
-        gate_stride(stage.gate_stride),
-        segments(params.segments),
-        iterations(1),
-        x_dtype(params.x_dtype),
-        weight_dtype(params.weight_dtype),
-        y_dtype(params.y_dtype),
-        interleaves(params.interleaves),
-        is_rms_norm(params.is_rms_norm),
-        rounds_x_hat(stage.rounds_x_hat) {}
-};
 
 // ---- few rows: a vector a thread, and all loads before the first use -------------------------------------------------
 
@@ -129,173 +103,25 @@ __global__ void __launch_bounds__(kAnyFewRows.block) few_any_norm_kernel(const _
 
 // ---- any number of rows ------------------------------------------------------------------------------------------------
 
-// kLoads: with a load stage; else z is x.
-template <typename scalar_t, int kHeld, bool kLoads>
-struct AnyRow : RunTimeRow<scalar_t, kHeld> {
-  using Base = RunTimeRow<scalar_t, kHeld>;
-  using Base::clamped, Base::first_col, Base::for_each, Base::hidden_size, Base::kVec, Base::row;
-  using typename Base::Vec;
-
-  const AnyParams& params;
-
-  __device__ __forceinline__ AnyRow(const AnyParams& params)
-      : Base(params.hidden_size, params.log_threads, params.slots), params(params) {}
-
-  // z = residual + gate * dropout(x) of x's type, rounded, and stored if residual_out is wanted.
-  template <typename x_t>
-  __device__ __forceinline__ void load_sum(Vec (&z)[kHeld], unsigned segment) const {
-    const x_t* x = static_cast<const x_t*>(params.x) + params.x_strides.offset(row);
-    const x_t* gate = static_cast<const x_t*>(params.gate) + segment * params.gate_stride;
-    const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
-    scalar_t* out = static_cast<scalar_t*>(params.residual_out) + row * hidden_size;
-    RawVec<x_t, kVec> x_raw[kHeld];
-#pragma unroll
-    for (int held = 0; held < kHeld; ++held) {
-      x_raw[held] = load_vec<x_t, kVec>(x + clamped(held));
-      z[held] = filled_vec<scalar_t, kVec>(-0.f);  // x + -0 is x, also where that is -0
-      if (params.residual) z[held] = load_vec<scalar_t, kVec>(residual + clamped(held));
-    }
-    const auto sum = [&](int held, int col, auto&& change) {
-      float from_x[kVec], values[kVec];
-      unpack(x_raw[held], from_x);
-      change(from_x);
-      unpack(z[held], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] = add(values[i], from_x[i]);
-      z[held] = pack<scalar_t>(values);
-      if (params.residual_out) store_raw(out + col, z[held]);
-    };
-    if (params.dropout.philox) {
-      const RowDropout<float> dropout(params.dropout, row);
-      for_each([&](int held, int col) {
-        sum(held, col, [&](float (&x)[kVec]) { dropout.apply(x, col); });
-        asm volatile("" ::: "memory");  // random numbers of several vectors at once would spill
-      });
-    } else if (params.gate) {
-      constexpr int kBatch = kHeld < 5 ? kHeld : 3;
-#pragma unroll
-      for (int from = 0; from < kHeld; from += kBatch) {
-        RawVec<x_t, kVec> gates[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-          if (from + i < kHeld) gates[i] = load_vec<x_t, kVec>(gate + clamped(from + i));
-        for_some(from, kBatch, [&](int held, int col) {
-          sum(held, col, [&](float (&x)[kVec]) {
-            float factor[kVec];
-            unpack(gates[held - from], factor);
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) x[i] = mul(x[i], factor[i]);
-          });
-        });
-      }
-    } else {
-      for_each([&](int held, int col) { sum(held, col, [](float (&)[kVec]) {}); });
-    }
-  }
-
-  // for_each() of `count` vectors from `from` on.
-  template <typename F>
-  __device__ __forceinline__ void for_some(int from, int count, F&& f) const {
-    for_each([&](int held, int col) {
-      if (held >= from && held < from + count) f(held, col);
-    });
-  }
-
-  __device__ __forceinline__ void store(int col, const float (&y)[kVec]) const {
-    if (params.y_dtype == dtype_of<scalar_t>) {
-      store_vec(static_cast<scalar_t*>(params.y) + row * hidden_size + col, y);
-    } else {
-      store_vec_as(params.y, params.y_dtype, row * hidden_size + col, y, kVec, true);
-    }
-  }
-
-  __device__ __forceinline__ void run(SumScratch<kHeld, 2, 2>& scratch) const {
-    const unsigned segment = segment_of(params, row);
-    const int64_t at = segment * params.weight_stride;
-    Vec z[kHeld];
-    float near_mean = 0;
-    if constexpr (kLoads) {
-      with_type_beside<scalar_t>(params.x_dtype, [&](auto type) {
-        using x_t = decltype(type);
-        if constexpr (sizeof(x_t) <= sizeof(scalar_t)) load_sum<x_t>(z, segment);
-      });
-      if (!params.is_rms_norm) near_mean = Base::near_mean_of(z, scratch);
-    } else {
-      const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
-#pragma unroll
-      for (int held = 0; held < kHeld; ++held) z[held] = load_vec<scalar_t, kVec>(x + clamped(held));
-      if (!params.is_rms_norm) near_mean = mean_of(load_vec<scalar_t, 4>(x));
-    }
-    const Moments<float> moments = Base::moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
-    const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row, first_col == 0);
-    if (kHeld > 3) optimization_barrier(z);
-
-    const auto store_each = [&](auto type, auto rounds) {
-      using T = decltype(type);
-      // Weights that are loaded at once (128 segments, 4096 columns: 156 us, vector by vector 187)
-      constexpr int kBatch = (kHeld == 8 ? 4 : kHeld % 3 == 0 ? 3 : 2) / (sizeof(T) > sizeof(scalar_t) ? 2 : 1);
-#pragma unroll
-      for (int from = 0; from < kHeld; from += kBatch) {
-        asm volatile("" ::: "memory");  // else loads of several batches at once would spill
-        RawVec<T, kVec> weights[kBatch], biases[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (from + i >= kHeld) continue;
-          weights[i] = parameter_vec<T, kVec>(params.weight, at + clamped(from + i), 1);
-          biases[i] = parameter_vec<T, kVec>(params.bias, at + clamped(from + i), -0.f);
-        }
-        for_some(from, kBatch, [&](int held, int col) {
-          float y[kVec], scale[kVec], offset[kVec];
-          unpack(z[held], y);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) y[i] = norm.x_hat(y[i]);
-          if (rounds) unpack(pack<scalar_t>(y), y);
-          unpack(weights[held - from], scale);
-          unpack(biases[held - from], offset);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) y[i] = fma(y[i], scale[i] + params.weight_offset, offset[i]);
-          store(col, y);
-        });
-      }
-    };
-    if (!params.weight && !params.bias) {
-      for_each([&](int held, int col) {
-        float y[kVec];
-        unpack(z[held], y);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) y[i] = norm.x_hat(y[i]);
-        store(col, y);
-      });
-      return;
-    }
-    with_type_beside<scalar_t>(params.weight_dtype, [&](auto type) {
-      if constexpr (sizeof(scalar_t) == 2) {
-        if (params.rounds_x_hat) return store_each(type, std::true_type());
-      }
-      store_each(type, std::false_type());
-    });
-  }
-};
-
 // Threads of an SM, for the compiler, which then has 65536 registers for them. With a load stage 128 registers load all
 // of eight vectors at once (bf16 beside fp32, 16384 columns: 394 us, by 80 registers and in batches of two 587).
-template <typename scalar_t, int kHeld, bool kLoads>
-constexpr int kAnyThreadsPerSm = kHeld == 8                                      ? 512
-                                 : kLoads && kHeld == 6                          ? 640
-                                 : !kLoads && kHeld == 5                         ? 896
-                                 : kHeld > 4 || (kLoads && kHeld == 4)           ? 768
-                                 : kLoads && kHeld == 3 && sizeof(scalar_t) == 4 ? 768
-                                                                                 : 1024;
-template <typename scalar_t, int kHeld, bool kLoads>
-constexpr int kAnyBlocks = kAnyThreadsPerSm<scalar_t, kHeld, kLoads> < 1024 ? 1 : 2;
+template <typename scalar_t, int kHeld, Stages stages>
+constexpr int any_threads_per_sm() {
+  if (kHeld == 8) return 512;
+  if (stages == Stages::kNone) return kHeld == 6 ? 768 : kHeld == 5 ? 896 : 1024;
+  if (kHeld == 5) return stages == Stages::kLoad ? 768 : 640;
+  return kHeld == 6 ? 640 : kHeld == 4 || (kHeld == 3 && sizeof(scalar_t) == 4) ? 768 : 1024;
+}
+template <typename scalar_t, int kHeld, Stages stages>
+constexpr int kAnyBlocks = any_threads_per_sm<scalar_t, kHeld, stages>() < 1024 ? 1 : 2;
 
-template <typename scalar_t, int kHeld, bool kLoads>
-__global__ void __launch_bounds__(kAnyThreadsPerSm<scalar_t, kHeld, kLoads> / kAnyBlocks<scalar_t, kHeld, kLoads>,
-                                  kAnyBlocks<scalar_t, kHeld, kLoads>)
+template <typename scalar_t, int kHeld, Stages stages>
+__global__ void __launch_bounds__(any_threads_per_sm<scalar_t, kHeld, stages>() / kAnyBlocks<scalar_t, kHeld, stages>,
+                                  kAnyBlocks<scalar_t, kHeld, stages>)
     any_norm_kernel(const __grid_constant__ AnyParams params) {
-  using Row = AnyRow<scalar_t, kHeld, kLoads>;
+  using Row = AnyRow<scalar_t, kHeld, stages>;
   __shared__ SumScratch<kHeld, 2, 2> scratch;
-  if constexpr (kLoads) {
+  if constexpr (stages != Stages::kNone) {
     const Row row(params);
     if (row.row < params.rows) row.run(scratch);  // rows that share a warp: as in norm_forward_kernel
   } else {
@@ -313,43 +139,50 @@ __global__ void __launch_bounds__(kAnyThreadsPerSm<scalar_t, kHeld, kLoads> / kA
 }
 
 template <typename scalar_t>
-cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
-  const bool is_of_z = params.x_dtype == dtype_of<scalar_t>;
-  const bool may_be_few = is_of_z && params.y_dtype == params.x_dtype && !stage.dropout.philox && !stage.rounds_x_hat &&
-                          !params.interleaves && params.x_strides.is_even(params.rows) &&
+cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, const Epilogue& epilogue,
+                   cudaStream_t stream) {
+  const bool is_of_z = params.x_dtype == dtype_of<scalar_t>, has_epilogue = epilogue.any();
+  const bool may_be_few = !has_epilogue && is_of_z && params.y_dtype == params.x_dtype && !stage.dropout.philox &&
+                          !stage.rounds_x_hat && !params.interleaves && params.x_strides.is_even(params.rows) &&
                           (!stage.residual || stage.residual_strides.is_even(params.rows)) &&
                           (stage.residual || stage.gate || !stage.residual_out);
-  const RunTimePlan plan = RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows,
-                                           least_usual_threads(params.hidden_size * sizeof(scalar_t)),
-                                           may_be_few ? kAnyFewRows : FewRows{}, most_any_threads<scalar_t>);
-  AnyParams arguments(params, stage, plan);
+  const RunTimePlan plan =
+      RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows,
+                      least_usual_threads(params.hidden_size * sizeof(scalar_t)), may_be_few ? kAnyFewRows : FewRows{},
+                      has_epilogue ? most_epilogue_threads<scalar_t> : most_any_threads<scalar_t>);
+  AnyParams arguments(params, stage, epilogue, plan);
   if (plan.held == 1) {
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
     return cudaLaunchKernelEx(&launch.config, few_any_norm_kernel<scalar_t>, FewParams(arguments));
   }
-  const bool loads = !is_of_z || stage.residual || stage.residual_out || stage.gate || stage.dropout.philox;
   int64_t blocks = plan.blocks;
-  if (!loads && params.segments > 1 && params.segments < params.rows && !params.interleaves &&
-      params.rows << plan.log_threads >= kSegmentIterations * kSegmentIterationThreads) {
+  if (!arguments.loads && !has_epilogue && params.segments > 1 && params.segments < params.rows &&
+      !params.interleaves && params.rows << plan.log_threads >= kSegmentIterations * kSegmentIterationThreads) {
     arguments.iterations = kSegmentIterations;
     blocks = (blocks + kSegmentIterations - 1) / kSegmentIterations;
   }
   const ClusterLaunch launch(blocks, plan.block, 0, 1, stream);
-  return with_held<2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
-    constexpr int kHeld = decltype(held)::value;
+  if (has_epilogue) {
+    return with_constant<2, 4, 5, 6, 8>(plan.held, [&](auto held) {
+      return cudaLaunchKernelEx(&launch.config, any_norm_kernel<scalar_t, held, Stages::kLoadAndEpilogue>, arguments);
+    });
+  }
+  return with_constant<2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
     return cudaLaunchKernelEx(&launch.config,
-                              loads ? any_norm_kernel<scalar_t, kHeld, true> : any_norm_kernel<scalar_t, kHeld, false>,
+                              arguments.loads ? any_norm_kernel<scalar_t, held, Stages::kLoad>
+                                              : any_norm_kernel<scalar_t, held, Stages::kNone>,
                               arguments);
   });
 }
 
 }  // namespace
 
-cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& stage, cudaStream_t stream) {
+cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& stage, const Epilogue& epilogue,
+                            cudaStream_t stream) {
   switch (stage.residual_out_dtype) {
-    case DType::kFloat16: return launch<__half>(params, stage, stream);
-    case DType::kBFloat16: return launch<__nv_bfloat16>(params, stage, stream);
-    case DType::kFloat32: return launch<float>(params, stage, stream);
+    case DType::kFloat16: return launch<__half>(params, stage, epilogue, stream);
+    case DType::kBFloat16: return launch<__nv_bfloat16>(params, stage, epilogue, stream);
+    case DType::kFloat32: return launch<float>(params, stage, epilogue, stream);
     default: return cudaErrorNotSupported;
   }
 }

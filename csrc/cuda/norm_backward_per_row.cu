@@ -47,22 +47,51 @@ struct LoadedVec {
   }
 };
 
-// kSame: all tensors except the statistics are of scalar_t.
-template <typename scalar_t, typename Plan, bool kSame>
-__global__ void __launch_bounds__(kForwardThreads<Plan>, per_row_blocks_per_sm<Plan>(kSame, sizeof(scalar_t)))
-    norm_backward_per_row_kernel(const __grid_constant__ KernelBackwardParams params,
-                                 const __grid_constant__ GradStages stage, acc_type<scalar_t> inverse_n) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kTile = kThreads * kVecs * kVec;
-  constexpr int kRows = kForwardThreads<Plan> / kThreads;
-  using Row = RowThreads<kThreads, kRows, true>;
-  using Vec = LoadedVec<scalar_t, kVec>;
-  __shared__ Pair<acc_t> scratch[kRows * Row::kWarps];
+// Both sums over the threads of a row: a power of two up to 32, or the warps of a block.
+template <typename T>
+__device__ __forceinline__ Pair<T> sum_over_row(Pair<T> sums, int threads, Pair<T>* scratch) {
+  const auto add_lanes = [&](int lanes) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset >= lanes) continue;
+      sums.first += __shfl_xor_sync(0xffffffffu, sums.first, offset);
+      sums.second += __shfl_xor_sync(0xffffffffu, sums.second, offset);
+    }
+  };
+  add_lanes(threads);
+  if (threads <= 32) return sums;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane == 0) scratch[threadIdx.x / 32] = sums;
+  __syncthreads();
+  sums = lane < threads / 32 ? scratch[lane] : Pair<T>{0, 0};
+  add_lanes(32);
+  return sums;
+}
 
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + Row::group();
-  if (row >= params.rows) return;
-  const int elements = static_cast<int>(params.hidden_size), own = Row::rank() * kVec;
-  const int last_tile = kManyTiles<Plan> ? (elements - 1) / kTile * kTile : 0;
+// A row has `threads` threads, a run-time value; a warp, or with kLanes 16 half a warp, has a contiguous slice of it,
+// so that addresses of a thread's vectors differ by constants. kSame: all tensors except the statistics are of
+// scalar_t. kManyTiles: rows of several tiles.
+template <typename scalar_t, int kVec, int kLanes, bool kSame, bool kManyTiles>
+__global__ void __launch_bounds__(per_row_bound(sizeof(scalar_t), kSame, kManyTiles))
+    norm_backward_per_row_kernel(const __grid_constant__ KernelBackwardParams params,
+                                 const __grid_constant__ GradStages stage, acc_type<scalar_t> inverse_n, int threads,
+                                 int held) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kVecs = per_row_vecs(sizeof(scalar_t), kVec, kManyTiles);
+  if (!kManyTiles) held = kVecs;
+  using Vec = LoadedVec<scalar_t, kVec>;
+  __shared__ Pair<acc_t> scratch[kMostPerRowThreads / 32];
+
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool shares_block = threads <= 32;  // then threads is kLanes
+  const int rank = shares_block ? thread % kLanes : thread;
+  const int64_t row =
+      shares_block ? static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + thread / kLanes : blockIdx.x;
+  if (row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
+  const int elements = static_cast<int>(params.hidden_size),
+            own = (rank / kLanes * held * kLanes + rank % kLanes) * kVec;
+  const int tile_elements = kManyTiles ? threads * held * kVec : 1;
+  const int last_tile = kManyTiles ? (elements - 1) / tile_elements * tile_elements : 0;
   const int64_t x_row = params.x_strides.offset(row), grad_row = params.grad_output_strides.offset(row);
   const int64_t weight_row = row * params.weight_stride, result_row = row * params.hidden_size;
   const RowStats<scalar_t> stats(load_stats<scalar_t>(params, row), params);
@@ -72,7 +101,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, per_row_blocks_per_sm<P
 
   Vec x_raw[kVecs], grad_raw[kVecs], weight_raw[kVecs];
   acc_t wdy[kVecs][kVec];
-  const auto column = [&](int tile, int v) { return tile + v * kThreads * kVec + own; };
+  const auto column = [&](int tile, int v) { return v < held ? tile + v * kLanes * kVec + own : elements; };
   const auto load = [&](int tile) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -106,7 +135,7 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, per_row_blocks_per_sm<P
 
   Pair<acc_t> sums{0, 0};
 #pragma unroll 1
-  for (int tile = 0; tile <= last_tile; tile += kTile) {
+  for (int tile = 0; tile <= last_tile; tile += tile_elements) {
     load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -126,17 +155,18 @@ __global__ void __launch_bounds__(kForwardThreads<Plan>, per_row_blocks_per_sm<P
     }
   }
   if (!params.grad_input && !stage.grad_residual && !params.grad_gate) return;
-  const Pair<acc_t> terms = slope_and_level(row_sum<Row>(sums, scratch), stats, params, inverse_n);
+  const Pair<acc_t> terms = slope_and_level(sum_over_row(sums, threads, scratch), stats, params, inverse_n);
 
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= kTile) {  // last tile first: it is still in registers
-    if (tile != last_tile) load(tile);
+  for (int tile = last_tile; kManyTiles ? tile >= 0 : tile == 0;
+       tile -= tile_elements) {  // last tile first: it is still in registers
+    if (kManyTiles && tile != last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = column(tile, v), count = elements - col;
       if (count <= 0) continue;
       acc_t values[kVec], x[kVec];
-      if (tile != last_tile) {
+      if (kManyTiles && tile != last_tile) {
         acc_t grad[kVec], weight[kVec];
         multiply(tile, v, x, grad, weight);
       } else {
@@ -185,23 +215,29 @@ cudaError_t launch_backward_per_row(const KernelBackwardParams& params, const Gr
   compare(stage.grad_residual, stage.grad_residual_dtype);
   return dispatch_type(params.x_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
-    const auto launch_plan = [&](auto plan) {
-      using Plan = decltype(plan);
-      constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-      const ClusterLaunch rows((params.rows + kRows - 1) / kRows, kForwardThreads<Plan>, 0, 1, stream);
-      auto kernel = norm_backward_per_row_kernel<scalar_t, Plan, false>;
-      if constexpr (sizeof(scalar_t) == 2 && Plan::kVec > 1) {
-        if (is_same) kernel = norm_backward_per_row_kernel<scalar_t, Plan, true>;
-      }
-      return cudaLaunchKernelEx(&rows.config, kernel, params, stage,
-                                inverse_of<acc_type<scalar_t>>(params.hidden_size));
+    const auto launch_vec = [&](auto vec) {
+      constexpr int kVec = decltype(vec)::value;
+      constexpr bool kMaySame = sizeof(scalar_t) == 2 && kVec > 1;
+      constexpr int kShortLanes = sizeof(scalar_t) == 2 && kVec > 1 ? 16 : 32;
+      const PerRowPlan plan(vecs_of<kVec>(params.hidden_size), sizeof(scalar_t), kVec, kShortLanes);
+      const int block = std::max(plan.threads, kRunTimeBlock), rows = block / plan.threads;
+      const ClusterLaunch launch((params.rows + rows - 1) / rows, block, 0, 1, stream);
+      const auto pick = [&](auto same) {
+        constexpr bool kSame = decltype(same)::value;
+        return plan.has_tiles      ? norm_backward_per_row_kernel<scalar_t, kVec, 32, kSame, true>
+               : plan.threads < 32 ? norm_backward_per_row_kernel<scalar_t, kVec, kShortLanes, kSame, false>
+                                   : norm_backward_per_row_kernel<scalar_t, kVec, 32, kSame, false>;
+      };
+      const auto kernel = kMaySame && is_same ? pick(std::bool_constant<kMaySame>()) : pick(std::false_type());
+      return cudaLaunchKernelEx(&launch.config, kernel, params, stage,
+                                inverse_of<acc_type<scalar_t>>(params.hidden_size), plan.threads, plan.held);
     };
     // Rows of x and of all narrower tensors must be whole 16-byte vectors
     const int least = std::min({dtype_bytes(params.x_dtype), dtype_bytes(stage.grad_output_dtype),
                                 dtype_bytes(params.weight_dtype), dtype_bytes(stage.grad_input_dtype)});
-    if (params.hidden_size % (16 / least) != 0)
-      return dispatch_plan<RaggedPerRowLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
-    return dispatch_plan<PerRowLadder<scalar_t>>(params.hidden_size, 1, launch_plan);
+    constexpr int kWhole = sizeof(scalar_t) == 8 ? 1 : 16 / static_cast<int>(sizeof(scalar_t));
+    if (params.hidden_size % (16 / least) != 0) return launch_vec(std::integral_constant<int, 1>());
+    return launch_vec(std::integral_constant<int, kWhole>());
   });
 }
 

@@ -361,7 +361,7 @@ cudaError_t launch_norm_quant(const NormQuantParams& params, cudaStream_t stream
   const RunTimePlan plan =
       RunTimePlan::of(params.hidden_size, sizeof(scalar_t), params.rows,
                       kQuantGroup * static_cast<int>(sizeof(scalar_t)) / 16, kUsualFewRows, most_quant_threads);
-  return with_held<1, 3, 4, 5>(plan.held, [&](auto held) {
+  return with_constant<1, 3, 4, 5>(plan.held, [&](auto held) {
     const OverlappedLaunch launch(dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.block), stream);
     return cudaLaunchKernelEx(&launch.config, norm_quant_kernel<scalar_t, decltype(held)::value, kKind>, params,
                               plan.log_threads, plan.slots, inverse_of<float>(params.hidden_size),

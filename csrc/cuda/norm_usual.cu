@@ -125,7 +125,7 @@ cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cu
       return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, 1, kIsRms, FewRmsParams>,
                                 FewRmsParams(arguments));
   }
-  return with_held<1, 2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
+  return with_constant<1, 2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
     return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms, UsualParams>,
                               arguments);
   });

@@ -85,11 +85,11 @@ struct UsualParams {
         weight_offset(params.weight && params.weight_offset != 0 ? static_cast<float>(params.weight_offset) : -0.f) {}
 };
 
-// Calls f(std::integral_constant<int, held>()) for one of kHeld.
-template <int... kHeld, typename F>
-cudaError_t with_held(int held, F&& f) {
+// Calls f(std::integral_constant<int, value>()) if `value` is one of kValues.
+template <int... kValues, typename F>
+cudaError_t with_constant(int64_t value, F&& f) {
   cudaError_t launched = cudaErrorNotSupported;
-  ((held == kHeld ? static_cast<void>(launched = f(std::integral_constant<int, kHeld>())) : void()), ...);
+  ((value == kValues ? static_cast<void>(launched = f(std::integral_constant<int, kValues>())) : void()), ...);
   return launched;
 }
 

@@ -300,14 +300,11 @@ __device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t 
 // the group in which the row ends goes to the last slots, wherever it lies in the row. So the code for single elements
 // exists once, not for each vector: otherwise the code of a row did not fit into the instruction cache (H200, a forward
 // kernel of such rows, bf16, N = 4097: a quarter of the time in instruction fetch stalls).
-//
-// together: five slots are also one group, which suits rows that fill them and have an epilogue (H200, bf16, N = 5120,
-// gelu: 171 us became 158); the plain norm gained nothing, and 4608 columns lost (135 us, 141).
-template <typename Plan, bool ragged, int kThreads = Plan::kThreads, bool together = false>
+template <typename Plan, bool ragged>
 struct RegisterSlots {
   static constexpr int kVecs = Plan::kVecs;
-  static constexpr int kGroup = kVecs % 4 == 0 ? 4 : kVecs % 3 == 0 ? 3 : together || kVecs != 5 ? kVecs : 1;
-  static constexpr int kStep = kThreads * Plan::kVec;  // elements from one slot to the next
+  static constexpr int kGroup = kVecs % 4 == 0 ? 4 : kVecs % 3 == 0 ? 3 : kVecs != 5 ? kVecs : 1;
+  static constexpr int kStep = Plan::kThreads * Plan::kVec;  // elements from one slot to the next
   static constexpr int kMain = ragged ? kVecs - kGroup : kVecs;
   static_assert(kVecs % kGroup == 0);
 

@@ -1,3 +1,0 @@
-#include "forward_kernel.cuh"
-
-template cudaError_t fused_layernorm::launch_epilogue<float>(const KernelForwardParams&, const Epilogue&, cudaStream_t);
