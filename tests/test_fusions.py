@@ -1172,16 +1172,17 @@ def test_epilogues_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
 def test_stages_are_one_kernel(device, dtype, hidden_size):
     """load stage and epilogue, alone and together, also with a stream of float32 and Llama's rounding"""
     x, residual = (torch.randn(8, hidden_size, device=device, dtype=dtype) for _ in range(2))
-    weight = torch.ones(hidden_size, device=device, dtype=dtype)
+    weight, stream = torch.ones(hidden_size, device=device, dtype=dtype), residual.float()
+    wide = weight.float()
     calls = {
         "activation": lambda: OPS["layer_norm"](x, weight, activation="gelu"),
-        "float32 weight": lambda: OPS["layer_norm"](x, weight.float(), activation="gelu"),
+        "float32 weight": lambda: OPS["layer_norm"](x, wide, activation="gelu"),
         "residual": lambda: ADD_OPS["layer_norm"](x, residual, weight),
         "residual and activation": lambda: ADD_OPS["rms_norm"](x, residual, weight, activation="silu"),
-        "float32 stream": lambda: ADD_OPS["rms_norm"](x, residual.float(), weight, residual_dtype=fp32),
+        "float32 stream": lambda: ADD_OPS["rms_norm"](x, stream, weight, residual_dtype=fp32),
         "all of a float32 stream": lambda: ADD_OPS["layer_norm"](
-            x, residual.float(), weight.float(), residual_dtype=fp32, activation="relu"
-        ),  # fmt: skip
+            x, stream, wide, residual_dtype=fp32, activation="relu"
+        ),
     }
     if dtype == bf16:
         calls["rounding"] = lambda: OPS["rms_norm"](x, weight, rounding="llama", activation="silu")
