@@ -1218,6 +1218,26 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {int64_t{5}, 40000 / n + 3})
           if (++turn % 3 == 0) add_case(cases, types, usual[feature], n, rows, turn % 2);
     }
+  // Backward by the fused strategy, which takes the plain norm from more than 1024 rows or 2^20 elements on: sizes that
+  // do not fill a plan, so that warps have unequal parts of a row
+  const Feature fused[] = {
+      kFeatures[0],
+      {"residual", [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true; }},
+      {"gate, residual", [](Case& c) { c.load = c.has_gate = c.has_residual = c.wants_residual = true; }},
+      {"gelu, residual",
+       [](Case& c) {
+         c.load = c.has_residual = c.has_gro = c.wants_residual = true, c.activation = Activation::kGelu;
+       }},
+      {"from y", [](Case& c) { c.z_is_y = true; }},
+  };
+  for (const int64_t n : {40,   200,  264,  513,  640,  776,  900,  1153, 1400,  1537, 1800,
+                          2304, 2600, 3073, 3600, 5000, 7001, 8193, 9000, 12345, 40000})
+    for (const NamedTypes& types : kTypes) {
+      if (types.t.x == DType::kFloat64) continue;
+      for (const Feature& feature : fused)
+        if (++turn % 7 == 0)
+          add_case(cases, types, feature, n, std::max<int64_t>(n < 800 ? 1030 : 0, (1 << 20) / n + 9), turn % 2);
+    }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
   for (const Case& c : cases) {

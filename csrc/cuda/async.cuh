@@ -168,6 +168,13 @@ __device__ __forceinline__ int cluster_size() {
   return 1;
 #endif
 }
+__device__ __forceinline__ int cluster_index() {  // in the grid
+#if __CUDA_ARCH__ >= 900
+  return cuda::ptx::get_sreg_clusterid_x();
+#else
+  return blockIdx.x;
+#endif
+}
 __device__ __forceinline__ int cluster_rank() {
 #if __CUDA_ARCH__ >= 900
   return cuda::ptx::get_sreg_cluster_ctarank();

@@ -1,7 +1,7 @@
 // Strategy "fused" of backward: persistent blocks iterate over rows. norm_backward.cu has the formulas; row_ring.cuh
 // moves the data.
 //
-// A kernel is a type, a plan and a family, which decide its registers. Everything else is a run-time value. A call
+// A kernel is a type, a shape and a family, which decide its registers. Everything else is a run-time value. A call
 // takes one of the kernel's paths, straight-line code selected once a block: with a branch for each vector, clusters
 // lost 8% (H200, bf16, N = 8192: 0.84 instead of 0.91 of the copy).
 #pragma once
@@ -29,29 +29,28 @@ struct NoStage {};
 // norm.
 enum class Family { kLoad, kGate, kEpilogue, kRowGate };
 
-// Whether a ladder holds a plan. A kernel has the paths whose ladders hold its plan.
-template <typename Plan, typename... Plans>
-constexpr bool holds(Ladder<Plans...>) {
-  return (std::is_same<Plan, Plans>::value || ...);
+// Whether a ladder has a plan of this shape. A kernel has the paths of the ladders that do.
+template <typename Shape, typename... Plans>
+constexpr bool has_shape(Ladder<Plans...>) {
+  return (std::is_same<Shape, typename Plans::Shape>::value || ...);
 }
-template <typename scalar_t, typename Plan>
-constexpr bool kIsRagged = Plan::kVec * sizeof(scalar_t) < 16;
-template <typename scalar_t, typename Plan>
-constexpr bool kTakesPlain = kIsRagged<scalar_t, Plan> || holds<Plan>(typename BackwardLadder<scalar_t>::type{});
+template <typename scalar_t, typename Shape>
+constexpr bool kIsRagged = Shape::kVec * sizeof(scalar_t) < 16;
+template <typename scalar_t, typename Shape>
+constexpr bool kTakesPlain = kIsRagged<scalar_t, Shape> || has_shape<Shape>(typename BackwardLadder<scalar_t>::type{});
 // The path from y keeps bias in registers, which ragged rows and the longest rows do not leave.
 constexpr int64_t kFromYColumns = 65536;
-template <typename scalar_t, typename Plan>
-constexpr bool kTakesFromY =
-    kTakesPlain<scalar_t, Plan> && !kIsRagged<scalar_t, Plan> && Plan::kThreads * Plan::kVecs * Plan::kVec <= 4096;
-template <typename scalar_t, typename Plan>
-constexpr bool kTakesLoad = kIsRagged<scalar_t, Plan> || holds<Plan>(typename LoadGradLadder<scalar_t>::type{});
+template <typename scalar_t, typename Shape>
+constexpr bool kTakesFromY = kTakesPlain<scalar_t, Shape> && !kIsRagged<scalar_t, Shape> && Shape::kVecs <= 4;
+template <typename scalar_t, typename Shape>
+constexpr bool kTakesLoad = kIsRagged<scalar_t, Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
 
 // Calls f(Work) for the path of a call.
-template <typename scalar_t, typename Plan, Family family, typename F>
+template <typename scalar_t, typename Shape, Family family, typename F>
 __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&& f) {
   const auto with_grad = [&](auto path) {
     constexpr Path kPath = decltype(path)::value;
-    if constexpr (sizeof(scalar_t) == 4 && !kIsRagged<scalar_t, Plan>) {
+    if constexpr (sizeof(scalar_t) == 4 && !kIsRagged<scalar_t, Shape>) {
       if (stages.grad_output_dtype == DType::kFloat16) return f(Work<__half, kPath>{});
       if (stages.grad_output_dtype == DType::kBFloat16) return f(Work<__nv_bfloat16, kPath>{});
     }
@@ -65,21 +64,21 @@ __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&&
   } else if constexpr (family == Family::kGate) {
     with_grad(std::integral_constant<Path, Path::kGate>{});
   } else {
-    if constexpr (kTakesLoad<scalar_t, Plan>) {
+    if constexpr (kTakesLoad<scalar_t, Shape>) {
       if (stages.has_load_stage) return with_grad(std::integral_constant<Path, Path::kLoad>{});
     }
-    if constexpr (kTakesFromY<scalar_t, Plan>) {
+    if constexpr (kTakesFromY<scalar_t, Shape>) {
       if (stages.from_y) return f(Work<scalar_t, Path::kFromY>{});
     }
-    if constexpr (kTakesPlain<scalar_t, Plan>) f(Work<scalar_t, Path::kPlain>{});
+    if constexpr (kTakesPlain<scalar_t, Shape>) f(Work<scalar_t, Path::kPlain>{});
   }
 }
 
 // Shared memory behind the ring: with an epilogue, wdy of two rows.
-template <typename scalar_t, typename Plan, Family family>
+template <typename scalar_t, typename Shape, Family family>
 constexpr int kKeptBytes =
-    family == Family::kEpilogue && Plan::kOneBehind
-        ? 2 * Plan::kThreads * Plan::kRows * Plan::kVecs * Plan::kVec * static_cast<int>(sizeof(acc_type<scalar_t>))
+    family == Family::kEpilogue && Shape::kOneBehind
+        ? 2 * Shape::kConsumers * Shape::kVecs * Shape::kVec * static_cast<int>(sizeof(acc_type<scalar_t>))
         : 0;
 
 // Vectors of four-byte elements in shared memory, interleaved so that `kCount` neighbouring threads access neighbouring
@@ -105,69 +104,76 @@ __device__ __forceinline__ RawVec<T, kVec> load_words(unsigned at) {
 }
 
 // Sums along the columns over a block's rows: grad_weight, grad_bias and, with a gate, grad_gate.
-template <typename scalar_t, typename Plan, Family family>
+template <typename scalar_t, typename Shape, Family family>
 struct ColumnSums {
   static constexpr int kSums = family == Family::kGate ? 3 : 2;
-  acc_type<scalar_t> sums[kSums][Plan::kVecs][Plan::kVec];
+  acc_type<scalar_t> sums[kSums][Shape::kVecs][Shape::kVec];
 };
 
-// The rows and columns of a thread. by_warp: `group` is provably uniform in a warp, so that shuffles need no
-// convergence code, 15 instructions a row; it takes a register.
-template <typename scalar_t, typename Plan, bool by_warp = true>
+// The row and the columns of a thread.
+template <typename scalar_t, typename Shape>
 struct BlockThreads {
-  using Row = RowThreads<Plan::kThreads, Plan::kRows>;
-  static constexpr int kThreads = Plan::kThreads, kVec = Plan::kVec, kConsumers = Plan::kThreads * Plan::kRows;
-  static constexpr bool kAligned = Plan::kVec * sizeof(scalar_t) % 8 == 0;
-  static constexpr bool kGroupOfWarp = by_warp && kThreads >= 32 && Plan::kRows > 1;
+  static constexpr int kVecs = Shape::kVecs, kVec = Shape::kVec, kLanes = Shape::kLanes;
+  static constexpr bool kAligned = kVec * sizeof(scalar_t) % 8 == 0;
 
   const Slice& slice;
-  int warp, rank, group;
-  RegisterSlots<Plan, !kAligned> held;
+  // The warp of the block, and where a row has a warp the row of the block: provably uniform in a warp, so that
+  // shuffles need no convergence code, 15 instructions a row
+  int warp, group;
+  int warp_of_row, own;                                // own: the first vector of this thread in the slice
+  RegisterSlots<kVecs, kVec, kLanes, !kAligned> held;  // of a warp's part of the slice
 
-  __device__ explicit BlockThreads(const Slice& slice)
+  __device__ BlockThreads(const Slice& slice, const FusedArguments& arguments)
       : slice(slice),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
-        rank(Row::rank()),
-        group(kGroupOfWarp ? warp / Row::kWarps : Row::group()),
-        held(slice.elements, rank * kVec) {}
-
-  __device__ bool produces() const {
-    return Plan::kHasProducer && (kGroupOfWarp ? warp >= kConsumers / 32 : threadIdx.x >= kConsumers);
+        group(kLanes < 32 ? static_cast<int>(threadIdx.x) / kLanes : warp),
+        warp_of_row(0),
+        held(0, 0) {
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    if constexpr (!Shape::kOneWarp) {
+      group = warp * arguments.inverse_of_warps >> 10;
+      warp_of_row = warp - group * (arguments.threads / 32);
+    }
+    const int first = warp_of_row * arguments.warp_slice;
+    const bool is_last = Shape::kOneWarp || warp_of_row + 1 == arguments.threads / 32;
+    own = first + lane;
+    const int left = max(slice.elements - first * kVec, 0);
+    held = RegisterSlots<kVecs, kVec, kLanes, !kAligned>(is_last ? left : min(left, arguments.warp_slice * kVec),
+                                                         lane * kVec);
   }
+
+  __device__ bool produces() const { return Shape::kHasProducer && warp >= consumer_warps<Shape>(); }
   __device__ int elements_of(int v) const { return held.count(v); }
-  __device__ int column_of(int v) const { return (held.index(v) * kThreads + rank) * kVec; }
+  __device__ int vec_of(int v) const { return own + held.index(v) * kLanes; }
+  __device__ int column_of(int v) const { return vec_of(v) * kVec; }
 };
 
-// On the path from y, plans that keep a row in registers would spill.
-template <typename Plan, typename Work>
-constexpr bool kByWarp = !Work::kFromY || Plan::kOneBehind;
-
 // The work of a consumer thread on its rows.
-template <typename scalar_t, typename Plan, Family family, typename Work>
+template <typename scalar_t, typename Shape, Family family, typename Work>
 struct FusedRows {
   using acc_t = acc_type<scalar_t>;
   using grad_t = typename Work::grad_t;
-  using Ring = RowRing<scalar_t, Plan, Work>;
-  using Exchange = SumExchange<Plan, acc_t>;
-  using Threads = BlockThreads<scalar_t, Plan, kByWarp<Plan, Work>>;
-  using Row = typename Threads::Row;
+  using Ring = RowRing<scalar_t, Shape, Work>;
+  using Exchange = SumExchange<Shape, acc_t>;
+  using Threads = BlockThreads<scalar_t, Shape>;
   using Stats = RowStats<scalar_t>;
-  using XVec = RawVec<scalar_t, Plan::kVec>;
-  using GradVec = RawVec<grad_t, Plan::kVec>;
-  static constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
+  using XVec = RawVec<scalar_t, Shape::kVec>;
+  using GradVec = RawVec<grad_t, Shape::kVec>;
+  using Scratch = Pair<acc_t> (*)[Shape::kConsumers / 32];  // [slots of the ring][warps]
+  static constexpr int kLanes = Shape::kLanes, kVecs = Shape::kVecs, kVec = Shape::kVec;
   static constexpr bool kAligned = Ring::kAligned;
   static constexpr bool kHasEpilogue = Work::kHasEpilogue;
   // Whether a row's grad_residual_out is kept in registers; else it is read from the ring, for lack of registers
   static constexpr bool kHoldsResidualGrad = Work::kAlwaysAdds && kAligned;
   // Whether a warp skips the last register slot if it is empty: in plans whose rows often end before it
-  static constexpr bool kMayEnd = kAligned && kThreads >= 64 && (kHasEpilogue ? kVecs > 1 : kVecs == 3);
+  static constexpr bool kMayEnd = kAligned && !Shape::kOneWarp && (kHasEpilogue ? kVecs > 1 : kVecs == 3);
 
   const KernelBackwardParams& params;
   const FusedArguments& arguments;
   const Slice& slice;
   const Threads& threads;
   Ring& ring;
-  ColumnSums<scalar_t, Plan, family>& columns;
+  ColumnSums<scalar_t, Shape, family>& columns;
   unsigned kept_memory;  // shared address of the memory behind the ring
 
   acc_t weight[kVecs][kVec], bias[Work::kNeedsBias ? kVecs : 1][kVec], gate[Work::kHasGate ? kVecs : 1][kVec];
@@ -175,7 +181,7 @@ struct FusedRows {
   scalar_t* grad_residual;
 
   __device__ __forceinline__ void load_parameters() {
-    const int64_t first = slice.parameters_of<Plan>(params, threads.group);
+    const int64_t first = slice.parameters_of<Shape>(params, threads.group);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int64_t at = first + threads.column_of(v);
@@ -220,16 +226,15 @@ struct FusedRows {
   __device__ __forceinline__ RawVec<T, kVec> read_as(unsigned at, int v, bool whole) const {
     if constexpr (kAligned) {
       bool is_there = threads.elements_of(v) > 0;
-      if constexpr (!Plan::kOneBehind && kHasEpilogue) {
-        int at_rank = threads.rank;  // hidden from the optimizer: derived values would be kept and spill
-        asm volatile("" : "+r"(at_rank));
-        is_there = (v * kThreads + at_rank) * kVec < slice.elements;
+      if constexpr (!Shape::kOneBehind && kHasEpilogue) {
+        int left = threads.held.left;  // hidden from the optimizer: derived values would be kept and spill
+        asm volatile("" : "+r"(left));
+        is_there = v * threads.held.kStep < left;
       }
       if (!kBulk && !is_there) return zero_vec<T, kVec>();
-      return ring.template vec<T>(at, is_there ? v * kThreads + threads.rank : 0, kVec);
+      return ring.template vec<T>(at, is_there ? threads.vec_of(v) : 0, kVec);
     } else {
-      return ring.template vec<T>(at, threads.held.index(v) * kThreads + threads.rank,
-                                  whole ? kVec : threads.elements_of(v));
+      return ring.template vec<T>(at, threads.vec_of(v), whole ? kVec : threads.elements_of(v));
     }
   }
   __device__ __forceinline__ XVec read(unsigned at, int v, bool whole) const { return read_as<scalar_t>(at, v, whole); }
@@ -248,10 +253,10 @@ struct FusedRows {
   // The lanes of this warp that have a row: if several rows share a warp, some lanes may have left the loop before the
   // last iteration. Rows go to lanes in order.
   __device__ __forceinline__ unsigned active_lanes(int row) const {
-    constexpr int kRowsOfWarp = 32 / Row::kLanes;
+    constexpr int kRowsOfWarp = 32 / kLanes;
     if constexpr (kRowsOfWarp == 1) return 0xffffffffu;
     const int count = min(slice.end_row - (row - threads.group % kRowsOfWarp), kRowsOfWarp);
-    return count == kRowsOfWarp ? 0xffffffffu : (1u << count * Row::kLanes) - 1;
+    return count == kRowsOfWarp ? 0xffffffffu : (1u << count * kLanes) - 1;
   }
 
   template <typename F>
@@ -263,9 +268,9 @@ struct FusedRows {
   __device__ __forceinline__ void for_each(F&& f) const {
     if constexpr (kMayEnd) {
       const auto has_last = [&] {
-        int first = threads.rank - threads.rank % 32;
-        asm volatile("" : "+r"(first));  // hidden from the optimizer: the result would be kept and spill
-        return ((kVecs - 1) * kThreads + first) * kVec < slice.elements;
+        int elements = threads.held.elements;
+        asm volatile("" : "+r"(elements));  // hidden from the optimizer: the result would be kept and spill
+        return (kVecs - 1) * threads.held.kStep < elements;
       };
 #pragma unroll
       for (int v = 0; v < kVecs; ++v)
@@ -291,7 +296,7 @@ struct FusedRows {
           return NoStage{};
       }();
       constexpr int kStrands =
-          kVecs == 2 && !kDrops && (Plan::kOneBehind || !std::is_same<scalar_t, __half>::value) ? 2 : 1;
+          kVecs == 2 && !kDrops && (Shape::kOneBehind || !std::is_same<scalar_t, __half>::value) ? 2 : 1;
       Pair<acc_t> strands[kStrands] = {};
       constexpr bool kActivates = !std::is_same<decltype(which), Which<Activation::kNone>>::value;
       const auto add_vec = [&](int v, auto whole) {
@@ -320,6 +325,8 @@ struct FusedRows {
           }
         }
         add_from_x_hat(strands[v % kStrands], columns.sums[0][v], columns.sums[1][v], x, grad, weight[v]);
+#pragma unroll  // else the compiler adds grad to the sums behind the branches, and spills
+        for (acc_t& sum : columns.sums[1][v]) asm volatile("" : "+f"(sum));
         keep(v, grad);
       };
       // Interleaving the random numbers of several vectors gains more than skipping an empty slot
@@ -395,12 +402,12 @@ struct FusedRows {
   __device__ __forceinline__ void write(T* target, bool wanted, int v, [[maybe_unused]] bool whole,
                                         const acc_t (&values)[kVec]) const {
     if constexpr (kAligned) {
-      store_vec_if(threads.elements_of(v) > 0 && wanted, target + v * kThreads * kVec, values);
+      store_vec_if(threads.elements_of(v) > 0 && wanted, target + v * kLanes * kVec, values);
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i)
         if (wanted && (whole || i < threads.elements_of(v)))
-          target[threads.held.index(v) * kThreads * kVec + i] = narrow<T>(values[i]);
+          target[threads.held.index(v) * kLanes * kVec + i] = narrow<T>(values[i]);
     }
   }
 
@@ -409,7 +416,7 @@ struct FusedRows {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = 0;
     if (!params.bias || threads.elements_of(v) <= 0) return;
-    const int64_t at = slice.parameters_of<Plan>(params, threads.group) + threads.column_of(v);
+    const int64_t at = slice.parameters_of<Shape>(params, threads.group) + threads.column_of(v);
     if (sizeof(grad_t) == 2 && params.weight_dtype == DType::kFloat32) {
       unpack(load_vec<float, kVec>(static_cast<const float*>(params.bias) + at), values);
     } else {
@@ -526,19 +533,28 @@ struct FusedRows {
     } else {
       store<Work::kAlwaysAdds>(stats, row, sums, x_vec, grad_vec, residual_grad_vec, gated_vec);
     }
-    // At most the elements that all blocks hold, which fits 32 bits
-    const unsigned step = static_cast<unsigned>(slice.row_step) * static_cast<unsigned>(params.hidden_size);
-    grad_input += step;
-    if constexpr (Work::kAlwaysAdds) grad_residual += step;
+    grad_input += arguments.element_step;
+    if constexpr (Work::kAlwaysAdds) grad_residual += arguments.element_step;
+  }
+
+  // The sums over the threads of a row. scratch: alternates, as row_sum() requires.
+  __device__ __forceinline__ Pair<acc_t> sum_of_row(Pair<acc_t> sums, Pair<acc_t>* scratch) const {
+    if constexpr (Shape::kOneWarp) {
+      return row_sum<RowThreads<kLanes>>(sums, scratch);
+    } else {
+      scratch += threads.group * (arguments.threads / 32);
+      share_in_row(sums, scratch, threads.group, threads.warp_of_row, arguments.threads);
+      return sum_of_few_warps(scratch, arguments.threads / 32);
+    }
   }
 
   // Load, reduce, store: the row stays in registers.
-  __device__ __forceinline__ void walk_rows(Pair<acc_t> (*scratch)[kRows * Row::kWarps]) {
+  __device__ __forceinline__ void walk_rows(Scratch scratch) {
     // Whether the slot is released only after the row is stored
     const bool keeps_slot = !kHoldsResidualGrad && Work::kMayAdd && arguments.stages.has_load_stage;
     const int group = threads.group;
 #pragma unroll 1
-    for (int row = slice.first_row + group; row < slice.end_row; row += slice.row_step) {
+    for (int row = slice.first_row + group; row < slice.end_row; row += arguments.row_step) {
       ring.wait_full();
       XVec x_raw[kVecs], residual_grad_raw[kHoldsResidualGrad ? kVecs : 1] = {};
       GradVec grad_raw[kVecs], gated_raw[Work::kHasGate ? kVecs : 1] = {};
@@ -556,17 +572,17 @@ struct FusedRows {
         if constexpr (Work::kHasGate) gated_raw[v] = read_gated(entry.gated, v, whole);
       });
       const auto release = [&](int slot) {
-        ring.release(params, arguments.stages, slice.first_col, slot, row + arguments.depth * slice.row_step, group,
-                     threads.rank, active_lanes(row));
+        ring.release(params, arguments.stages, slice.first_col, slot, row + arguments.depth * arguments.row_step, group,
+                     threads.own, threads.held.left, active_lanes(row));
       };
       if (!keeps_slot) release(ring.slot);
       ring.next_slot();
       const Pair<acc_t> sums =
-          row_sum<Row>(add_up(
-                           stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
-                           [&](int v, auto) { return residual_grad_raw[kHoldsResidualGrad ? v : 0]; },
-                           [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasEpilogue ? v : 0] = pack<acc_t>(wdy); }),
-                       scratch[ring.slot]);  // alternates, as row_sum() requires
+          sum_of_row(add_up(
+                         stats, row, [&](int v, auto) { return x_raw[v]; }, [&](int v, auto) { return grad_raw[v]; },
+                         [&](int v, auto) { return residual_grad_raw[kHoldsResidualGrad ? v : 0]; },
+                         [&](int v, const acc_t(&wdy)[kVec]) { kept[kHasEpilogue ? v : 0] = pack<acc_t>(wdy); }),
+                     scratch[ring.slot]);
       optimization_barrier(x_raw);
       if constexpr (!kHasEpilogue) optimization_barrier(grad_raw);
       if constexpr (Work::kHasRowGate) optimization_barrier(residual_grad_raw);
@@ -595,25 +611,25 @@ struct FusedRows {
   // iteration (H200, bf16, N = 4096, no activation: 246 us instead of 209).
   __device__ __forceinline__ void walk_rows_one_behind(Exchange& exchange) {
     const GradStages& stages = arguments.stages;
-    const int group = threads.group, depth = ring.depth;
+    const int group = threads.group, depth = arguments.depth;
     int row = slice.first_row + group;
     unsigned iteration = 0;
     [[maybe_unused]] int produces_in = threads.warp;  // iterations until this warp is the producer
-    if (!Plan::kHasProducer && threads.warp == 0)
+    if (!Shape::kHasProducer && threads.warp == 0)
       Ring(ring).produce(params, stages, slice, slice.first_row, depth - Ring::kLag);
     [[maybe_unused]] const auto kept_at = [&](unsigned of_iteration, int v) {
       return kept_memory + threadIdx.x * 16 +
-             (of_iteration % 2 * kVecs + v) * (kThreads * kRows * kVec * static_cast<int>(sizeof(acc_t)));
+             (of_iteration % 2 * kVecs + v) * (Shape::kConsumers * kVec * static_cast<int>(sizeof(acc_t)));
     };
     const auto finish = [&] {
       const int behind = ring.slot_before();
-      const auto entry = ring.entry(params, behind, row - slice.row_step, group);
+      const auto entry = ring.entry(params, behind, row - arguments.row_step, group);
       store_row(
-          ring.stats(params, entry, behind, row - slice.row_step, group), row - slice.row_step,
+          ring.stats(params, entry, behind, row - arguments.row_step, group), row - arguments.row_step,
           exchange.collect(iteration - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
           [&](int v, auto whole) {
             if constexpr (kHasEpilogue)
-              return load_words<acc_t, kVec, kThreads * kRows>(kept_at(iteration - 1, v));
+              return load_words<acc_t, kVec, Shape::kConsumers>(kept_at(iteration - 1, v));
             else
               return read_grad(entry.grad, v, whole);
           },
@@ -621,34 +637,34 @@ struct FusedRows {
             return read_residual_grad(kHasEpilogue ? ring.more_entry(behind, group, 0) : entry.residual, v, whole);
           },
           [&](int v, auto whole) { return read_gated(entry.gated, v, whole); });
-      ring.release(params, stages, slice.first_col, behind, row + (depth - 1) * slice.row_step, group, threads.rank,
-                   0xffffffffu);
+      ring.release(params, stages, slice.first_col, behind, row + (depth - 1) * arguments.row_step, group, threads.own,
+                   threads.held.left, 0xffffffffu);
     };
     // An extra iteration finishes the last row with the same code where a second copy of that code spills or is long; a
     // second copy saves 6% of the instructions a row (128 x 2, with a load stage)
     constexpr bool kOneMore = Work::kFromY || kHasEpilogue || Work::kHasRowGate || (Work::kMayAdd && !kAligned);
 #pragma unroll 1
-    for (; kOneMore || row < slice.end_row; row += slice.row_step, ++iteration) {
+    for (; kOneMore || row < slice.end_row; row += arguments.row_step, ++iteration) {
       const bool has_row = !kOneMore || row < slice.end_row;
       if (has_row) {
-        if constexpr (!Plan::kHasProducer) {
+        if constexpr (!Shape::kHasProducer) {
           if (produces_in == 0) {
             ring.produce_ahead(params, stages, slice, row - group);
-            produces_in = Threads::kConsumers / 32;
+            produces_in = consumer_warps<Shape>();
           }
           --produces_in;
         }
         ring.wait_full();
         const auto entry = ring.entry(params, ring.slot, row, group);
         const Stats stats = ring.stats(params, entry, ring.slot, row, group);
-        exchange.share(iteration, add_up(
-                                      stats, row, [&](int v, auto whole) { return read(entry.x, v, whole); },
-                                      [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
-                                      [&](int v, auto whole) { return read_residual_grad(entry.residual, v, whole); },
-                                      [&](int v, const acc_t(&wdy)[kVec]) {
-                                        if constexpr (kHasEpilogue)
-                                          store_words<kThreads * kRows>(kept_at(iteration, v), wdy);
-                                      }));
+        const Pair<acc_t> sums = add_up(
+            stats, row, [&](int v, auto whole) { return read(entry.x, v, whole); },
+            [&](int v, auto whole) { return read_grad(entry.grad, v, whole); },
+            [&](int v, auto whole) { return read_residual_grad(entry.residual, v, whole); },
+            [&](int v, const acc_t(&wdy)[kVec]) {
+              if constexpr (kHasEpilogue) store_words<Shape::kConsumers>(kept_at(iteration, v), wdy);
+            });
+        exchange.share(iteration, sums, threads.own == 0);
       }
       if (iteration > 0) finish();
       if (!has_row) break;
@@ -657,14 +673,14 @@ struct FusedRows {
     if (!kOneMore && iteration > 0) finish();
   }
 
-  __device__ __forceinline__ void run(Exchange& exchange, Pair<acc_t> (*scratch)[kRows * Row::kWarps]) {
+  __device__ __forceinline__ void run(Exchange& exchange, Scratch scratch) {
     load_parameters();
-    ring.prefetch_first(params, arguments.stages, slice, threads.group, threads.rank);
+    ring.prefetch_first(params, arguments.stages, slice, threads.group, threads.own, threads.held.left);
     const int row = slice.first_row + threads.group;
-    const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + threads.rank * kVec;
+    const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + threads.own * kVec;
     grad_input = static_cast<grad_t*>(params.grad_input) + own;
     if constexpr (Work::kAlwaysAdds) grad_residual = static_cast<scalar_t*>(arguments.stages.grad_residual) + own;
-    if constexpr (Plan::kOneBehind) {
+    if constexpr (Shape::kOneBehind) {
       walk_rows_one_behind(exchange);
     } else {
       walk_rows(scratch);
@@ -683,37 +699,31 @@ struct FusedRows {
 // shuffles, then through the memory of the ring, which all threads add up in parallel (H200, bf16: by serial
 // additions with a stride of 32 bytes between threads 2048 x 1024 took 18.6 us, now 11.6; 4096 x 8192 69, now 61;
 // 32768 x 4096 208, now 202). Called by all threads after the last use of the ring.
-template <typename scalar_t, typename Plan, Family family>
+template <typename scalar_t, typename Shape, Family family>
 __device__ __forceinline__ void write_partial(const KernelBackwardParams& params, const FusedArguments& arguments,
-                                              const Slice& slice, ColumnSums<scalar_t, Plan, family>& columns,
+                                              const Slice& slice, ColumnSums<scalar_t, Shape, family>& columns,
                                               uint4* ring_memory) {
   using acc_t = acc_type<scalar_t>;
-  using Threads = BlockThreads<scalar_t, Plan>;
-  const Threads threads(slice);
-  constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec, kRows = Plan::kRows;
-  constexpr int kSums = columns.kSums;
+  using Threads = BlockThreads<scalar_t, Shape>;
+  const Threads threads(slice, arguments);
+  constexpr int kLanes = Shape::kLanes, kVecs = Shape::kVecs, kVec = Shape::kVec, kSums = columns.kSums;
   constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written together
-  constexpr int kAdders = kRows * Threads::Row::kLanes / 32 > 0 ? kRows * Threads::Row::kLanes / 32 : 1;
-  // The smallest ring: that of the plain path, or with a gate that of 16-bit gradients
-  using Narrow = std::conditional_t<sizeof(scalar_t) == 4 && family == Family::kGate, __half, scalar_t>;
-  using Least = RowRing<scalar_t, Plan, Work<Narrow, family == Family::kGate ? Path::kGate : Path::kPlain>>;
-  static_assert(kAdders > 1 || kRows == 1);
-  static_assert(kRows >= kAdders && kRows * kElements * kThreads * sizeof(acc_t) <=
-                                        2 * Least::slot_bytes_of(family == Family::kGate ? 4 : 2));
-  const bool interleaves = kMayInterleave<Plan> && params.interleaves;
-  if (kThreads < 32 && !interleaves && threadIdx.x < kThreads * kRows) {
+  const int row_threads = threads_of_row<Shape>(arguments), warps = consumer_warps<Shape>();
+  const bool has_row = threads.warp < warps, interleaves = kMayInterleave<Shape> && params.interleaves;
+  if (kLanes < 32 && !interleaves && has_row) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
 #pragma unroll
       for (int i = 0; i < kVec; ++i)
 #pragma unroll
-        for (int offset = kThreads; offset < 32; offset *= 2)
+        for (int offset = kLanes; offset < 32; offset *= 2)
 #pragma unroll
           for (int sum = 0; sum < kSums; ++sum)
             columns.sums[sum][v][i] += __shfl_xor_sync(0xffffffffu, columns.sums[sum][v][i], offset);
   }
-  const int adder = kThreads < 32 ? threadIdx.x / 32 : threads.group;
-  const bool adds = threadIdx.x < kThreads * kRows && (kThreads >= 32 || threadIdx.x % 32 < kThreads);
+  const int adder = kLanes < 32 ? threads.warp : threads.group, adders = kLanes < 32 ? warps : arguments.rows;
+  const int rank = kLanes < 32 ? threadIdx.x % kLanes : threadIdx.x - threads.group * row_threads;
+  const bool adds = has_row && (kLanes == 32 || threadIdx.x % 32 < kLanes);
   const auto partial_at = [&](int64_t index) {
     return static_cast<acc_t*>(params.workspace) + index * kSums * params.hidden_size + slice.first_col;
   };
@@ -739,9 +749,9 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   const auto sum_of = [&](int element) -> acc_t& {
     return columns.sums[element / (kVecs * kVec)][element / kVec % kVecs][element % kVec];
   };
-  const int64_t cluster = blockIdx.x / slice.blocks;
+  const int64_t cluster = Shape::kClusters ? cluster_index() : static_cast<int>(blockIdx.x);
   acc_t* const partial = partial_at(cluster);
-  if constexpr (kAdders == 1) {
+  if (!Shape::kOneWarp && adders == 1) {
     if (!adds) return;
 #pragma unroll
     for (int element = 0; element < kElements; element += kUnit) {
@@ -752,155 +762,124 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
     }
   } else {
     // Elements of neighbouring threads are adjacent
-    acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + threads.rank;
-    if (interleaves ? threadIdx.x < kThreads * kRows : adds) {
+    acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + rank;
+    if (interleaves ? has_row : adds) {
       const int at = interleaves ? threads.group : adder;
 #pragma unroll
       for (int element = 0; element < kElements; ++element)
-        left[(at * kElements + element) * kThreads] = sum_of(element);
+        left[(at * kElements + element) * row_threads] = sum_of(element);
     }
     __syncthreads();
     if (kForRacecheck) __syncthreads();
     if (!adds) return;
 #pragma unroll 1
-    for (int element = adder * kUnit; element < kElements; element += kAdders * kUnit) {
+    for (int element = adder * kUnit; element < kElements; element += adders * kUnit) {
       acc_t total[kUnit] = {};
       if (interleaves) {
 #pragma unroll 1
-        for (int row = 0; row < kRows; ++row) {
+        for (int row = 0; row < arguments.rows; ++row) {
 #pragma unroll
-          for (int i = 0; i < kUnit; ++i) total[i] = left[(row * kElements + element + i) * kThreads];
-          write(partial_at(cluster * kRows + row), element, total);
+          for (int i = 0; i < kUnit; ++i) total[i] = left[(row * kElements + element + i) * row_threads];
+          write(partial_at(cluster * arguments.rows + row), element, total);
         }
         continue;
       }
+#pragma unroll 2
+      for (int row = 0; row < adders; ++row)
 #pragma unroll
-      for (int row = 0; row < kAdders; ++row)
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) total[i] += left[(row * kElements + element + i) * kThreads];
+        for (int i = 0; i < kUnit; ++i) total[i] += left[(row * kElements + element + i) * row_threads];
       write(partial, element, total);
     }
   }
 }
 
 // Weight is of grad_input's type or fp32, a run-time value: weight is read once a block.
-template <typename scalar_t, typename Plan, Family family>
-__global__ void __launch_bounds__(kFusedThreads<Plan>, Plan::kBlocksPerSm)
+template <typename scalar_t, typename Shape, Family family>
+__global__ void __launch_bounds__(Shape::kBlockThreads, Shape::kBlocksPerSm)
     norm_backward_fused_kernel(const __grid_constant__ KernelBackwardParams params,
                                const __grid_constant__ FusedArguments arguments) {
   using acc_t = acc_type<scalar_t>;
-  using Row = RowThreads<Plan::kThreads, Plan::kRows>;
-  using Exchange = SumExchange<Plan, acc_t>;
+  using Exchange = SumExchange<Shape, acc_t>;
   extern __shared__ __align__(128) uint4 ring_memory[];
-  __shared__ RingBarriers<scalar_t, Plan> ring_barriers;
+  __shared__ RingBarriers<scalar_t, Shape> ring_barriers;
   // Scratch of row_sum(); plans that finish one row behind use SumExchange
-  __shared__ Pair<acc_t> scratch[Plan::kOneBehind ? 1 : kMaxDepth][Plan::kRows * Row::kWarps];
-  __shared__ typename Exchange::Shared exchange_shared;
+  __shared__ Pair<acc_t> scratch[Shape::kOneBehind ? 1 : kMaxDepth][Shape::kConsumers / 32];
 
   // The rows and columns of this block
-  const bool is_narrow = sizeof(scalar_t) == 4 && arguments.stages.grad_output_dtype != DType::kFloat32;
-  const int set = is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1;
-  const Slice slice = Slice::of<Plan>(params, set);
+  const Slice slice = Slice::of<Shape>(params, arguments);
+  const BlockThreads<scalar_t, Shape> threads(slice, arguments);
   if (kBulk && threadIdx.x == 0) ring_barriers.init();
-  Exchange exchange(exchange_shared, slice, min(BlockThreads<scalar_t, Plan>(slice).group, Plan::kRows - 1));
+  Exchange exchange(ring_memory, arguments, slice, min(threads.group, arguments.rows - 1), threads.warp_of_row);
   if (kForRacecheck) __syncthreads();
-  if constexpr (Plan::kClusters) {
+  if constexpr (Shape::kClusters) {
     cluster_sync();
   } else {
     __syncthreads();
   }
 
-  ColumnSums<scalar_t, Plan, family> columns;
-  with_work<scalar_t, Plan, family>(arguments.stages, [&](auto work) {
+  ColumnSums<scalar_t, Shape, family> columns;
+  with_work<scalar_t, Shape, family>(arguments.stages, [&](auto work) {
     using Chosen = decltype(work);
-    const BlockThreads<scalar_t, Plan, kByWarp<Plan, Chosen>> threads(slice);
-    RowRing<scalar_t, Plan, Chosen> ring(ring_memory, ring_barriers, slice, arguments);
+    RowRing<scalar_t, Shape, Chosen> ring(ring_memory, ring_barriers, slice, arguments);
     if (threads.produces()) {
       ring.produce(params, arguments.stages, slice, slice.first_row, INT_MAX);
     } else {
-      const unsigned kept = shared_address(ring_memory) + arguments.depth * ring.slot_bytes;
-      FusedRows<scalar_t, Plan, family, Chosen> rows{params, arguments, slice, threads, ring, columns, kept};
+      const unsigned kept = shared_address(ring_memory) + arguments.depth * arguments.slot_bytes;
+      FusedRows<scalar_t, Shape, family, Chosen> rows{params, arguments, slice, threads, ring, columns, kept};
       rows.run(exchange, scratch);
     }
   });
 
   if (kForRacecheck) __syncthreads();
-  if constexpr (Plan::kClusters) {
+  if constexpr (Shape::kClusters) {
     cluster_sync();  // no block exits while others may write to its shared memory
   } else {
     __syncthreads();
   }
   if (!params.grad_weight && !params.grad_bias && !params.grad_gate) return;
-  write_partial<scalar_t, Plan, family>(params, arguments, slice, columns, ring_memory);
+  write_partial<scalar_t, Shape, family>(params, arguments, slice, columns, ring_memory);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// The occupancy of a fused kernel: the depth of the ring, at most the plan's, and the number of resident clusters.
-// Queried once a device, cluster size and kind of ring.
-struct Residence {
-  int depth = 0, clusters = 0;
+// What is known of a fused kernel on a device, queried once: its own shared memory; and the number of clusters of each
+// size that run at once with 1, 2, ... blocks an SM.
+struct KernelFacts {
+  int own_bytes = 0;
+  std::atomic<int> clusters[3][kMaxCluster + 1]{};
 };
-constexpr int kRingKinds = 6;  // 2 to 4 tensors, with gradients of z's type or narrower
 
-template <typename scalar_t, typename Plan, Family family>
-cudaError_t residence_of(const DeviceFacts& facts, int cluster, int slot_bytes, int ring_kind, Residence& residence) {
-  constexpr int kDevices = 16;
-  const int device = facts.device;
-  static std::atomic<uint64_t> known[kDevices][kMaxCluster + 1][kRingKinds];
-  static OncePerDevice allowed;
-  const auto kernel = norm_backward_fused_kernel<scalar_t, Plan, family>;
-  const uint64_t before = device < kDevices ? known[device][cluster][ring_kind].load(std::memory_order_relaxed) : 0;
-  if (before > 0) {
-    residence = {static_cast<int>(before >> 32), static_cast<int>(before & 0xffffffffu)};
-    return cudaSuccess;
-  }
-  cudaFuncAttributes attributes{};
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error != cudaSuccess) return error;
-  const int room = facts.shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
-  constexpr int kKept = kKeptBytes<scalar_t, Plan, family>;
-  const int depth = std::min(kFusedDepth<Plan>, (room - kKept) / slot_bytes);
-  // Consumers that take turns as producer refill a slot kLag behind
-  using Ring = RowRing<scalar_t, Plan, Work<scalar_t, Path::kPlain>>;
-  static_assert(Plan::kHasProducer || 2 + Plan::kOneBehind > Ring::kLag, "a slot would wait for itself");
-  if (depth < 2 + Plan::kOneBehind) return cudaSuccess;
-  const int bytes = depth * slot_bytes + kKept;
-  // The largest of all kinds of ring: a later setting would replace this one
-  error = allowed.run(device, [&] { return allow_more(kernel, room, Plan::kClusters ? facts.max_cluster : 1); });
-  if (error != cudaSuccess) return error;
-  int clusters = 0;
-  if (cluster > 1) {
-    const ClusterLaunch one(cluster, kFusedThreads<Plan>, bytes, cluster);
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config);
-  } else {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kFusedThreads<Plan>, bytes);
-    clusters = std::min(clusters, Plan::kBlocksPerSm) * facts.multiprocessors;
-  }
-  if (error != cudaSuccess) return error;
-  clusters = std::min(clusters, kMostClusters);
-  residence = {depth, clusters};
-  if (device < kDevices)
-    known[device][cluster][ring_kind].store(static_cast<uint64_t>(depth) << 32 | static_cast<uint32_t>(clusters),
-                                            std::memory_order_relaxed);
-  return cudaSuccess;
+template <typename scalar_t, typename Shape, Family family>
+cudaError_t kernel_facts(const DeviceFacts& device, KernelFacts*& facts) {
+  constexpr int kDevices = 64;
+  static KernelFacts known[kDevices];
+  static OncePerDevice asked;
+  facts = &known[device.device % kDevices];
+  return asked.run(device.device, [&] {
+    const auto kernel = norm_backward_fused_kernel<scalar_t, Shape, family>;
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    facts->own_bytes = static_cast<int>(attributes.sharedSizeBytes);
+    return allow_more(kernel, device.shared_bytes - facts->own_bytes, Shape::kClusters ? device.max_cluster : 1);
+  });
 }
 
 // The number of partial sums of a launch: one for each cluster, of which all segments of the rows have the same number,
 // at least one. With interleaved segments one for each group of threads, and as many clusters as make row_step a
-// multiple of the segments; 0 if that were too many.
-template <typename Plan>
-int partial_sums(const KernelBackwardParams& params, const Residence& residence) {
+// multiple of the segments; 0 if that were too many. rows: of a block; resident: clusters that run at once.
+template <typename Shape>
+int partial_sums(const KernelBackwardParams& params, int rows, int resident) {
   const int segments = std::max(params.segments, 1);
   if (params.interleaves) {
-    if (!kMayInterleave<Plan>) return 0;
-    const int64_t unit = segments / std::gcd(segments, Plan::kRows);
-    if (unit > kMostInterleavedWaves * residence.clusters) return 0;
-    const int64_t clusters = std::min<int64_t>(residence.clusters, (params.rows + Plan::kRows - 1) / Plan::kRows);
-    return static_cast<int>(std::max<int64_t>(clusters / unit, 1) * unit * Plan::kRows);
+    if (!kMayInterleave<Shape>) return 0;
+    const int64_t unit = segments / std::gcd(segments, rows);
+    if (unit > kMostInterleavedWaves * resident) return 0;
+    const int64_t clusters = std::min<int64_t>(resident, (params.rows + rows - 1) / rows);
+    return static_cast<int>(std::max<int64_t>(clusters / unit, 1) * unit * rows);
   }
-  const int64_t iterations = (params.rows / segments + Plan::kRows - 1) / Plan::kRows;
-  return static_cast<int>(std::clamp<int64_t>(residence.clusters / segments, 1, iterations)) * segments;
+  const int64_t iterations = (params.rows / segments + rows - 1) / rows;
+  return static_cast<int>(std::clamp<int64_t>(resident / segments, 1, iterations)) * segments;
 }
 
 template <typename scalar_t>
@@ -923,45 +902,93 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
   return arguments;
 }
 
-template <typename scalar_t, typename Plan, Family family>
-cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call) {
-  DeviceFacts facts;
-  cudaError_t error = device_facts(facts);
+template <typename scalar_t, typename Shape, Family family>
+cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages& stages, const DeviceFacts& device,
+                           const FusedRowsPlan& plan, FusedCall& call) {
+  using acc_t = acc_type<scalar_t>;
+  using Exchange = SumExchange<Shape, acc_t>;
+  FusedArguments arguments = fused_arguments<scalar_t>(params, stages);
+  arguments.cluster = plan.cluster;
+  arguments.threads = plan.threads;
+  arguments.rows = plan.rows;
+  arguments.slice = plan.slice * Shape::kVec;
+  arguments.warp_slice = plan.warp_slice;
+  arguments.inverse_of_warps = (1024 * 32 - 1) / plan.threads + 1;
+  int tensors = 0;
+  with_work<scalar_t, Shape, family>(stages, [&](auto work) {
+    using Chosen = decltype(work);
+    tensors = Chosen::kHasEpilogue && !stages.has_load_stage ? 2 : Chosen::kTensors;
+    arguments.slot_bytes = RowRing<scalar_t, Shape, Chosen>::slot_bytes_of(tensors, arguments.slice, plan.rows);
+  });
+  if (tensors == 0) return cudaSuccess;  // the kernel has no such path
+  KernelFacts* facts = nullptr;
+  cudaError_t error = kernel_facts<scalar_t, Shape, family>(device, facts);
   if (error != cudaSuccess) return error;
-  const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
+
+  // Shared memory: the ring, wdy of two rows, the exchange. write_partial() uses it from its beginning
+  constexpr int kKept = kKeptBytes<scalar_t, Shape, family>, kSums = ColumnSums<scalar_t, Shape, family>::kSums;
+  const int consumers = plan.threads * plan.rows;
+  arguments.sums = plan.cluster * plan.threads / 32;
+  const int more = kKept + Exchange::bytes_of(arguments.sums, plan.rows);
+  const int64_t row_bytes = plan.rows * params.hidden_size * tensors * static_cast<int64_t>(sizeof(scalar_t));
+  const int most_depth = row_bytes > kMostThirdSlotBytes<Shape> ? 2 : kFusedDepth<Shape>;
+  // Consumers that take turns as producer refill a slot kLag behind
+  constexpr int kLeastDepth = 2 + Shape::kOneBehind;
+  using Ring = RowRing<scalar_t, Shape, Work<scalar_t, Path::kPlain>>;
+  static_assert(Shape::kHasProducer || kLeastDepth > Ring::kLag, "a slot would wait for itself");
+  int blocks = Shape::kBlocksPerSm + 1, room = 0;
+  do {
+    --blocks;
+    room = std::min(device.shared_bytes, device.sm_shared_bytes / blocks - device.reserved_shared_bytes) -
+           facts->own_bytes;
+    arguments.depth = std::min(most_depth, (room - more) / arguments.slot_bytes);
+  } while (arguments.depth < kLeastDepth && blocks > 1);
+  arguments.exchange = arguments.depth * arguments.slot_bytes + kKept;
+  const int shared_bytes = std::max(arguments.depth * arguments.slot_bytes + more,
+                                    consumers * kSums * Shape::kVecs * Shape::kVec * static_cast<int>(sizeof(acc_t)));
+  if (arguments.depth < kLeastDepth || shared_bytes > room) return cudaSuccess;
+
+  const auto kernel = norm_backward_fused_kernel<scalar_t, Shape, family>;
+  int resident = blocks * device.multiprocessors;
+  if (plan.cluster > 1) {
+    std::atomic<int>& known = facts->clusters[blocks - 1][plan.cluster];
+    resident = known;
+    if (resident == 0) {
+      const ClusterLaunch one(plan.cluster, Shape::kBlockThreads, room, plan.cluster);
+      error = cudaOccupancyMaxActiveClusters(&resident, kernel, &one.config);
+      if (error != cudaSuccess || resident == 0) return error;
+      known = resident;
+    }
+  }
+  call.running = partial_sums<Shape>(params, plan.rows, std::min(resident, kMostClusters));
+  if (call.running == 0 || !call.launches) return cudaSuccess;
+  const int64_t clusters = params.interleaves ? call.running / plan.rows : call.running;
+  arguments.row_step = static_cast<int>(clusters / (params.interleaves ? 1 : std::max(params.segments, 1))) * plan.rows;
+  arguments.element_step = static_cast<unsigned>(arguments.row_step) * static_cast<unsigned>(params.hidden_size);
+  const ClusterLaunch persistent(clusters * plan.cluster, consumers + 32 * Shape::kHasProducer, shared_bytes,
+                                 plan.cluster, call.stream);
+  return cudaLaunchKernelEx(&persistent.config, kernel, params, arguments);
+}
+
+template <typename scalar_t, typename Plan, Family family>
+cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& stages, const DeviceFacts& device,
+                          FusedCall& call) {
+  // Slices are whole 16-byte words of narrower tensors too, and with vectors of 8 bytes
+  const bool is_narrow = stages.grad_output_dtype != params.x_dtype;
+  const int64_t vectors = vecs_of<Plan::kVec>(params.hidden_size);
+  const FusedRowsPlan plan(Plan{}, vectors, is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1,
+                           device.max_cluster);
   // Rows longer than a block holds go to a cluster, whatever the number of rows, so that the order of a row's sums is
   // fixed
-  const int cluster = cluster_for<Plan>(vec_count, facts.max_cluster);
-  if (vec_count > static_cast<int64_t>(cluster) * Plan::kThreads * Plan::kVecs) return cudaSuccess;
+  if (vectors > static_cast<int64_t>(plan.cluster) * Plan::kThreads * Plan::kVecs) return cudaSuccess;
   if (!stages.any()) {
     const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
-    const bool wanted = params.segments > 1 ? cluster > 1 || !Plan::kClusters
-                        : Plan::kClusters   ? cluster > 1 && !(small && kSplitClusters<Plan>)
+    const bool wanted = params.segments > 1 ? plan.cluster > 1 || !Plan::kClusters
+                        : Plan::kClusters   ? plan.cluster > 1 && !(small && kSplitClusters<Plan>)
                                             : (params.grad_weight || params.grad_bias) && !small;
     if (!params.grad_input || !wanted) return cudaSuccess;
   }
-  int slot_bytes = 0, tensors = 0;
-  with_work<scalar_t, Plan, family>(stages, [&](auto work) {
-    using Chosen = decltype(work);
-    tensors = Chosen::kHasEpilogue && !stages.has_load_stage ? 2 : Chosen::kTensors;
-    slot_bytes = RowRing<scalar_t, Plan, Chosen>::slot_bytes_of(tensors);
-  });
-  if (slot_bytes == 0) return cudaSuccess;  // the plan has no such path
-  const int ring_kind = tensors - 2 + (stages.grad_output_dtype == params.x_dtype ? 0 : 3);
-  Residence residence;
-  error = residence_of<scalar_t, Plan, family>(facts, cluster, slot_bytes, ring_kind, residence);
-  if (error != cudaSuccess || residence.clusters == 0) return error;
-  call.running = partial_sums<Plan>(params, residence);
-  if (call.running == 0 || !call.launches) return cudaSuccess;
-  FusedArguments arguments = fused_arguments<scalar_t>(params, stages);
-  const int64_t bytes = Plan::kRows * params.hidden_size * tensors * static_cast<int64_t>(sizeof(scalar_t));
-  arguments.depth = bytes > kMostThirdSlotBytes<Plan> ? 2 : residence.depth;
-  arguments.slot_bytes = slot_bytes;
-  const int64_t clusters = params.interleaves ? call.running / Plan::kRows : call.running;
-  const ClusterLaunch persistent(clusters * cluster, kFusedThreads<Plan>,
-                                 arguments.depth * slot_bytes + kKeptBytes<scalar_t, Plan, family>, cluster,
-                                 call.stream);
-  return cudaLaunchKernelEx(&persistent.config, norm_backward_fused_kernel<scalar_t, Plan, family>, params, arguments);
+  return fused_by_shape<scalar_t, typename Plan::Shape, family>(params, stages, device, plan, call);
 }
 
 }  // namespace
@@ -982,11 +1009,11 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
        (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue || has_row_gate)))
     return cudaSuccess;
   const auto launch = [&](auto family, auto ladder) {
-    DeviceFacts facts;
-    const cudaError_t error = device_facts(facts);
+    DeviceFacts device;
+    const cudaError_t error = device_facts(device);
     if (error != cudaSuccess) return error;
-    return pick_plan(ladder, params.hidden_size, facts.max_cluster, [&](auto plan) {
-      return fused_by_plan<scalar_t, decltype(plan), decltype(family)::value>(params, stages, call);
+    return pick_plan(ladder, params.hidden_size, device.max_cluster, [&](auto plan) {
+      return fused_by_plan<scalar_t, decltype(plan), decltype(family)::value>(params, stages, device, call);
     });
   };
   const std::integral_constant<Family, Family::kLoad> load;

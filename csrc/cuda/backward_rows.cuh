@@ -84,21 +84,6 @@ __device__ __forceinline__ void load_weight_of(T (&values)[kVec], const KernelBa
   }
 }
 
-// A full warp adds up the sums that the warps of a cluster stored; absent blocks count as 0.
-template <int kSums, typename T>
-__device__ __forceinline__ Pair<T> sum_of_cluster(const Pair<T>* shared) {
-  using Lanes = RowThreads<32, 1>;
-  constexpr int kLanes = kSums < 32 ? kSums : 32;
-  Pair<T> sum = shared[threadIdx.x % kLanes];
-#pragma unroll
-  for (int index = kLanes; index < kSums; index += kLanes) {
-    const Pair<T> here = shared[index + threadIdx.x % kLanes];
-    sum.first += here.first;
-    sum.second += here.second;
-  }
-  return {Lanes::lanes_sum<kLanes>(sum.first), Lanes::lanes_sum<kLanes>(sum.second)};
-}
-
 // Adds a vector to the sums along the row, (sum((x-mean)*wdy), sum(wdy)). grad_output is 0 for elements beyond the row,
 // which so add nothing.
 template <int kVec, typename Stats, typename T>

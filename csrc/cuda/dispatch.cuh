@@ -18,17 +18,9 @@ struct DeviceFacts {
   int multiprocessors = 0;
   int max_cluster = 1;   // blocks; 1 if the device, or the code compiled for it, has no clusters
   int shared_bytes = 0;  // shared memory that a block may have
+  int sm_shared_bytes = 0, reserved_shared_bytes = 0;  // that an SM has, and that each block takes besides
 };
 cudaError_t device_facts(DeviceFacts& facts);  // launch.cu
-
-// The number of blocks that share a row of vec_count vectors: as many as hold it at once, and 16 if more than 8.
-template <typename Plan>
-int cluster_for(int64_t vec_count, int max_cluster) {
-  if (!Plan::kClusters) return 1;
-  const int64_t tile = Plan::kThreads * Plan::kVecs;
-  const int64_t blocks = (vec_count + tile - 1) / tile;
-  return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, std::min(max_cluster, Plan::kMaxCluster)));
-}
 
 // A launch in clusters of `cluster` blocks; 1: without clusters.
 struct ClusterLaunch {

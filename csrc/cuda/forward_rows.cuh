@@ -74,7 +74,7 @@ __device__ __forceinline__ T snapped(T mean, T first) {
 // The union of `kCount` sets, one a lane, in neighbouring lanes of a full warp. The first set must not be empty.
 template <int kCount, typename T>
 __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n) {
-  using Lanes = RowThreads<32, 1>;
+  using Lanes = RowThreads<32>;
   const T mean = Lanes::lanes_sum<kCount>(part.m * (part.n * inverse_n));
   part = part.about(snapped(mean, __shfl_sync(0xffffffffu, part.m, threadIdx.x % 32 / kCount * kCount)));
   part.c = Lanes::lanes_sum<kCount>(part.c);

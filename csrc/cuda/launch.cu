@@ -29,6 +29,10 @@ cudaError_t ask_device(int device, DeviceFacts& facts) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&facts.sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&facts.reserved_shared_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, probe_kernel);
   if (error == cudaSuccess && code.ptxVersion >= 90) facts.max_cluster = major == 9 || major == 10 ? 16 : 8;
   return error;
@@ -579,6 +583,7 @@ void forward(const NormForwardParams& params, Sequence& run) {
 
   const bool is_apart = has_stages && !takes_stages(norm, stage, epilogue);  // a last launch makes y
   const bool is_fused = has_stages && !is_apart;
+  // Kernels of float32 z read weights of any type but float64
   const bool reads_any =
       is_fused && stage.residual_out_dtype == DType::kFloat32 && dtype_bytes(params.weight_dtype) <= 4;
   complete_statistics(norm, is_apart, run);

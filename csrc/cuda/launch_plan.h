@@ -44,6 +44,15 @@ struct RowPlan {
   static constexpr bool kClusters = max_cluster > 1;
 };
 
+// The number of blocks that share a row of vec_count vectors: as many as hold it at once, and 16 if more than 8.
+template <typename Plan>
+int cluster_for(int64_t vec_count, int max_cluster) {
+  if (!Plan::kClusters) return 1;
+  const int64_t tile = Plan::kThreads * Plan::kVecs;
+  const int64_t blocks = (vec_count + tile - 1) / tile;
+  return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, std::min(max_cluster, Plan::kMaxCluster)));
+}
+
 // Whether a row may need several tiles: only with the last plan of a ladder.
 template <typename Plan>
 constexpr bool kManyTiles = Plan::kClusters;
@@ -181,25 +190,82 @@ constexpr int kClaimedRows = 4;  // least rows a cluster for claiming rows: the 
 
 // Strategy "fused": persistent blocks read x and grad_output once and keep the weight gradients in registers.
 //
-// rows: rows of a block at once; blocks_per_sm: for the compiler and the launch. Beside the warps of the rows each
-// block has a producer warp (RowRing). Registers are allocated to warps in fours: 7 + 1 warps leave each thread 128
-// registers at two blocks an SM, 8 + 1 only 168 of 224 at one block.
-template <int threads, int vecs, int vec, int rows, int blocks_per_sm, int max_cluster = 1>
-struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
-  static constexpr int kRows = rows;
+// A kernel of this strategy: what decides its registers and its code. lanes: of one warp, that share a row; or
+// kWholeWarps: a row has several warps, and their number is a run-time value. block_warps: of the largest block, with
+// the producer warp that a block has beside the warps of its rows (RowRing).
+constexpr int kWholeWarps = 64;
+template <int lanes, int vecs, int vec, int block_warps, int blocks_per_sm, bool one_behind, bool clusters,
+          bool has_producer>
+struct BackwardShape {
+  static constexpr bool kOneWarp = lanes < kWholeWarps;
+  static constexpr int kLanes = std::min(lanes, 32);
+  static constexpr int kVecs = vecs;
+  static constexpr int kVec = vec;
+  static constexpr int kBlockThreads = 32 * block_warps;
   static constexpr int kBlocksPerSm = blocks_per_sm;
+  static constexpr bool kOneBehind = one_behind;
+  static constexpr bool kClusters = clusters;
+  static constexpr bool kHasProducer = has_producer;
+  static constexpr int kConsumers = kBlockThreads - 32 * has_producer;  // threads that have rows, at most
+  static constexpr int kMostRows = kOneWarp ? kConsumers / kLanes : std::max(kConsumers / 64, 1);
+};
+
+// Registers are allocated to warps in fours: at one block an SM, 9 to 12 warps leave each thread 168, 13 to 16 leave
+// 128. So plans whose blocks have about as many warps share a kernel.
+constexpr int backward_block_warps(int warps, int blocks_per_sm) {
+  return blocks_per_sm > 1 ? warps : warps <= 12 ? 12 : (warps + 3) / 4 * 4;
+}
+
+// threads: of a row, at most (FusedRowsPlan); warps: of a block, for its rows; blocks_per_sm: for the compiler and the
+// launch.
+template <int threads, int vecs, int vec, int warps, int blocks_per_sm, int max_cluster = 1>
+struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
+  static constexpr int kWarps = warps;
   // 16 consumer warps have no producer warp beside them, so that each thread keeps 128 registers: they take turns as
   // producer.
-  static constexpr bool kHasProducer = !(threads * rows == 512 && vec == 8);
+  static constexpr bool kHasProducer = !(warps == 16 && vec == 8);
   // Finish a row one iteration behind, after the next row is summed: if sums come from other blocks, if the block has
   // one row at a time, if a row does not fit into registers beside the column sums, and without a producer warp.
-  static constexpr bool kOneBehind = max_cluster > 1 || vecs* vec > 16 || (rows == 1 && threads > 32) || !kHasProducer;
+  static constexpr bool kOneBehind =
+      max_cluster > 1 || vecs* vec > 16 || (threads > 32 && threads == 32 * warps) || !kHasProducer;
+  using Shape = BackwardShape<(threads > 32 ? kWholeWarps : threads), vecs, vec,
+                              backward_block_warps(warps + kHasProducer, blocks_per_sm), blocks_per_sm, kOneBehind,
+                              (max_cluster > 1), kHasProducer>;
+};
+
+// How a block, or a cluster, shares rows of `vectors` vectors: the least warps that hold a row, and as many rows as the
+// warps of the plan then hold. The vectors of a block and of a warp are adjacent, so that the addresses of a thread's
+// vectors differ by constants.
+struct FusedRowsPlan {
+  int cluster, slice, warp_slice;  // vectors of a block, a multiple of `set`; of a warp, and the last one has the rest
+  int threads, rows;
+
+  template <typename Plan>
+  FusedRowsPlan(Plan, int64_t vectors, int set, int max_cluster) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+    cluster = cluster_for<Plan>(vectors, max_cluster);
+    slice = ceil_div(vectors, cluster * set) * set;
+    warp_slice = slice;
+    threads = Plan::kThreads;
+    rows = 32 * Plan::kWarps / threads;
+    if (threads <= 32) return;
+    constexpr int kMost = 32 * Plan::kVecs;               // of a warp
+    constexpr int kUnit = Plan::kVec <= 2 ? 4 * 32 : 32;  // what RegisterSlots skips, or takes whole
+    rows = Plan::kWarps / std::clamp(ceil_div(slice, kMost), 2, threads / 32);
+    // Warps that are left over make the parts smaller, unless there would be a warp without a part
+    int warps = std::min(Plan::kWarps / rows, threads / 32);
+    warp_slice = std::min(ceil_div(slice, warps * kUnit) * kUnit, kMost);
+    warps = std::clamp(ceil_div(slice, warp_slice), 2, warps);
+    threads = 32 * warps;
+    const int last = slice - (warps - 1) * (warp_slice - kUnit);
+    if (last < warp_slice) warp_slice -= kUnit;
+  }
 };
 
 // Whether blocks of backward are paced (pace.cuh): fp32 RMSNorm of 4096 columns and more gained 2 to 6%; blocks with
 // several short rows at once, and ragged rows, lost up to 18%; bf16 within 1%.
-template <typename scalar_t, typename Plan>
-constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Plan::kOneBehind && Plan::kVec * sizeof(scalar_t) == 16;
+template <typename scalar_t, typename Shape>
+constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Shape::kOneBehind && Shape::kVec * sizeof(scalar_t) == 16;
 // About the bytes between two paced iterations; the half iterations that a block may be ahead of the mean; the number
 // of polls, and the time between them, before it goes on unpaced. Unpaced and a slack of 0.5, 1, 1.5, 2, 4 iterations,
 // RMSNorm fp32: N = 4096 0.916, 0.922, 0.971, 0.968, 0.959, 0.931; 16384 0.945, 0.934, 0.962, 0.961, 0.957, 0.955.
@@ -215,42 +281,42 @@ constexpr unsigned kPaceNever = 1u << 30;  // credit of a block that goes on unp
 // a plan for the size: bf16 4608 columns 0.89 and 0.99, fp32 2304 0.77 and 0.96, 5120 0.87 and 0.96).
 template <typename scalar_t>
 struct BackwardLadder {
-  using type =
-      Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<96, 2, 8, 5, 1>,
-             BackwardPlan<64, 4, 8, 3, 1>, BackwardPlan<64, 3, 8, 5, 1, 2>, BackwardPlan<64, 4, 8, 3, 1, 2>,
-             BackwardPlan<128, 4, 8, 2, 1>, BackwardPlan<64, 3, 8, 5, 1, 3>, BackwardPlan<64, 4, 8, 4, 1, 4>,
-             BackwardPlan<256, 4, 8, 1, 1>, BackwardPlan<128, 4, 8, 2, 1, 16>, BackwardPlan<256, 4, 8, 1, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 12, 1>, BackwardPlan<96, 2, 8, 15, 1>,
+                      BackwardPlan<64, 4, 8, 6, 1>, BackwardPlan<64, 3, 8, 10, 1, 2>, BackwardPlan<64, 4, 8, 6, 1, 2>,
+                      BackwardPlan<64, 3, 8, 10, 1, 3>, BackwardPlan<64, 4, 8, 8, 1, 4>, BackwardPlan<256, 4, 8, 8, 1>,
+                      BackwardPlan<128, 4, 8, 8, 1, 16>, BackwardPlan<256, 4, 8, 8, 1, 16>>;
 };
 template <>
 struct BackwardLadder<float> {
-  using type =
-      Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
-             BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<192, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>,
-             BackwardPlan<160, 4, 4, 3, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 4>, BackwardPlan<160, 4, 4, 3, 1, 4>,
-             BackwardPlan<256, 8, 4, 1, 1>, BackwardPlan<256, 4, 4, 1, 1, 16>, BackwardPlan<256, 8, 4, 1, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<128, 4, 4, 8, 1>,
+                      BackwardPlan<192, 4, 4, 12, 1>, BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<160, 4, 4, 15, 1, 2>,
+                      BackwardPlan<128, 4, 4, 8, 1, 4>, BackwardPlan<160, 4, 4, 15, 1, 4>,
+                      BackwardPlan<256, 4, 4, 8, 1, 16>, BackwardPlan<256, 8, 4, 8, 1, 16>>;
 };
 template <>
 struct BackwardLadder<double> {
-  using type = Ladder<RowPlan<32, 4, 1>, RowPlan<512, 4, 1>>;
+  using type = Ladder<BackwardPlan<32, 4, 1, 1, 1>, BackwardPlan<512, 4, 1, 16, 1>>;
 };
 
 // With a load stage: a fourth and a fifth tensor take instructions, so more warps with fewer columns a thread, from
-// 2048 columns on (8192: 274 us with the plans above, 264 with these).
+// 2048 columns on (8192: 274 us with the plans above, 264 with these). Four vectors in clusters are for the plain norm
+// only: with both paths that kernel has 110 KB of code, not 63, and waits for instructions even in its loop of 10 KB
+// (H200, LayerNorm of 2048 x 4096: 31 us, 23).
 template <typename scalar_t>
 struct LoadGradLadder {
   using type =
-      Ladder<BackwardPlan<8, 1, 8, 28, 3>, BackwardPlan<16, 1, 8, 14, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<64, 3, 8, 4, 1>,
-             BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 3, 1, 16>, BackwardPlan<128, 4, 8, 2, 1, 16>>;
+      Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
+             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 12, 1>, BackwardPlan<64, 3, 8, 8, 1>,
+             BackwardPlan<128, 2, 8, 8, 1>, BackwardPlan<128, 2, 8, 12, 1, 16>, BackwardPlan<256, 2, 8, 12, 1, 16>>;
 };
 template <>
 struct LoadGradLadder<float> {
-  using type = Ladder<BackwardPlan<8, 1, 4, 28, 3>, BackwardPlan<16, 1, 4, 14, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 4, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1>, BackwardPlan<256, 4, 4, 1, 1>, BackwardPlan<128, 4, 4, 2, 1, 4>,
-                      BackwardPlan<256, 4, 4, 1, 1, 16>>;
+  using type =
+      Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<128, 4, 4, 8, 1>,
+             BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<128, 4, 4, 8, 1, 4>, BackwardPlan<256, 4, 4, 8, 1, 16>>;
 };
 
 // With an epilogue, whose gradient takes instructions: 16 elements a thread, and as many warps as registers allow and
@@ -258,30 +324,29 @@ struct LoadGradLadder<float> {
 // large (4096 to 16384: 2 to 9%).
 template <typename scalar_t>
 struct EpilogueGradLadder {
-  using type =
-      Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 3>,
-             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 6, 1>, BackwardPlan<64, 2, 8, 7, 1>,
-             BackwardPlan<96, 3, 4, 5, 1>, BackwardPlan<96, 2, 8, 5, 1>, BackwardPlan<128, 2, 8, 3, 1>,
-             BackwardPlan<160, 2, 8, 3, 1>, BackwardPlan<96, 2, 8, 5, 1, 2>, BackwardPlan<256, 2, 8, 2, 1>,
-             BackwardPlan<160, 2, 8, 3, 1, 2>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 3>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 18, 1>, BackwardPlan<64, 2, 8, 14, 1>,
+                      BackwardPlan<96, 3, 4, 15, 1>, BackwardPlan<160, 2, 8, 15, 1>, BackwardPlan<96, 2, 8, 15, 1, 2>,
+                      BackwardPlan<256, 2, 8, 16, 1>, BackwardPlan<160, 2, 8, 15, 1, 2>,
+                      BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<256, 2, 8, 16, 1, 16>>;
 };
 template <>
 struct EpilogueGradLadder<float> {
-  using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>,
-                      BackwardPlan<128, 3, 4, 3, 1>, BackwardPlan<256, 2, 4, 2, 1>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 18, 1>,
+                      BackwardPlan<128, 4, 4, 8, 1, 16>>;
 };
 
 // With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows (3 to 7%).
 template <typename scalar_t>
 struct GateGradLadder {
-  using type = Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 2>,
-                      BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 3, 1>, BackwardPlan<64, 3, 8, 3, 1>,
-                      BackwardPlan<128, 2, 8, 2, 1>, BackwardPlan<128, 2, 8, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 2>,
+                      BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<128, 2, 8, 9, 1>,
+                      BackwardPlan<128, 2, 8, 8, 1, 16>>;
 };
 template <>
 struct GateGradLadder<float> {
-  using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<64, 4, 4, 3, 1>,
-                      BackwardPlan<256, 2, 4, 1, 2>, BackwardPlan<128, 4, 4, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<128, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 8, 2>,
+                      BackwardPlan<128, 4, 4, 8, 1, 16>>;
 };
 
 // With a row gate, whose activation is a third of the instructions. Up to 2048 columns eight elements a thread, for
@@ -294,18 +359,16 @@ struct GateGradLadder<float> {
 template <typename scalar_t>
 struct RowGateGradLadder {
   using type =
-      Ladder<BackwardPlan<8, 1, 8, 28, 2>, BackwardPlan<16, 1, 8, 14, 2>, BackwardPlan<32, 1, 8, 7, 2>,
-             BackwardPlan<64, 1, 8, 6, 1>, BackwardPlan<96, 1, 8, 5, 1>, BackwardPlan<128, 1, 8, 3, 1>,
-             BackwardPlan<160, 1, 8, 3, 1>, BackwardPlan<192, 1, 8, 2, 1>, BackwardPlan<256, 2, 4, 2, 1>,
-             BackwardPlan<160, 2, 4, 4, 1, 2>, BackwardPlan<192, 2, 4, 4, 1, 2>, BackwardPlan<128, 2, 8, 4, 1, 2>,
-             BackwardPlan<320, 2, 4, 2, 1, 2>, BackwardPlan<96, 2, 8, 5, 1, 4>, BackwardPlan<128, 2, 8, 3, 1, 4>,
-             BackwardPlan<160, 2, 8, 3, 1, 4>, BackwardPlan<256, 2, 8, 2, 1, 16>>;
+      Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 2>,
+             BackwardPlan<64, 1, 8, 12, 1>, BackwardPlan<192, 1, 8, 15, 1>, BackwardPlan<256, 2, 4, 16, 1>,
+             BackwardPlan<192, 2, 4, 20, 1, 2>, BackwardPlan<128, 2, 8, 16, 1, 2>, BackwardPlan<320, 2, 4, 20, 1, 2>,
+             BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<128, 2, 8, 12, 1, 4>, BackwardPlan<160, 2, 8, 15, 1, 4>,
+             BackwardPlan<256, 2, 8, 16, 1, 16>>;
 };
 template <>
 struct RowGateGradLadder<float> {
-  using type = Ladder<BackwardPlan<16, 1, 4, 14, 2>, BackwardPlan<32, 1, 4, 7, 2>, BackwardPlan<32, 2, 4, 7, 2>,
-                      BackwardPlan<64, 2, 4, 6, 1>, BackwardPlan<128, 2, 4, 4, 1>, BackwardPlan<256, 2, 4, 2, 1>,
-                      BackwardPlan<128, 4, 4, 2, 1, 16>>;
+  using type = Ladder<BackwardPlan<16, 1, 4, 7, 2>, BackwardPlan<32, 1, 4, 7, 2>, BackwardPlan<32, 2, 4, 7, 2>,
+                      BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 16, 1>, BackwardPlan<128, 4, 4, 8, 1, 16>>;
 };
 
 // With per-row weights (norm_backward_per_row.cu): two vectors a thread and 1024 threads an SM; three or four vectors
@@ -342,17 +405,17 @@ constexpr int per_row_bound(int element_bytes, bool same, bool has_tiles) {
 // and with a plan for the size: 65 columns 619 us and 362, 129 384 and 293, 1025 308 and 284, 6001 313 and 287).
 template <typename scalar_t>
 struct RaggedBackwardLadder {
-  using type = Ladder<BackwardPlan<8, 5, 2, 28, 3>, BackwardPlan<16, 5, 2, 14, 3>, BackwardPlan<32, 4, 2, 7, 3>,
-                      BackwardPlan<32, 8, 2, 7, 2>, BackwardPlan<64, 8, 2, 6, 1>, BackwardPlan<96, 8, 2, 5, 1>,
-                      BackwardPlan<64, 20, 2, 2, 2>, BackwardPlan<128, 20, 2, 1, 2>, BackwardPlan<192, 8, 2, 2, 1, 2>,
-                      BackwardPlan<128, 20, 2, 1, 2, 16>, BackwardPlan<256, 16, 2, 1, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 5, 2, 7, 3>, BackwardPlan<16, 5, 2, 7, 3>, BackwardPlan<32, 4, 2, 7, 3>,
+                      BackwardPlan<32, 8, 2, 7, 2>, BackwardPlan<64, 8, 2, 12, 1>, BackwardPlan<96, 8, 2, 15, 1>,
+                      BackwardPlan<128, 20, 2, 4, 2>, BackwardPlan<192, 8, 2, 12, 1, 2>,
+                      BackwardPlan<128, 20, 2, 4, 2, 16>, BackwardPlan<256, 16, 2, 8, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<float> {
-  using type = Ladder<BackwardPlan<8, 5, 1, 28, 3>, BackwardPlan<16, 5, 1, 14, 3>, BackwardPlan<32, 4, 1, 7, 3>,
-                      BackwardPlan<32, 8, 1, 7, 3>, BackwardPlan<64, 8, 1, 6, 1>, BackwardPlan<64, 20, 1, 4, 1>,
-                      BackwardPlan<128, 20, 1, 2, 1>, BackwardPlan<256, 20, 1, 1, 1>, BackwardPlan<128, 20, 1, 2, 1, 4>,
-                      BackwardPlan<256, 16, 1, 1, 1, 16>, BackwardPlan<256, 32, 1, 1, 1, 16>>;
+  using type =
+      Ladder<BackwardPlan<8, 5, 1, 7, 3>, BackwardPlan<16, 5, 1, 7, 3>, BackwardPlan<32, 4, 1, 7, 3>,
+             BackwardPlan<32, 8, 1, 7, 3>, BackwardPlan<64, 8, 1, 12, 1>, BackwardPlan<256, 20, 1, 8, 1>,
+             BackwardPlan<128, 20, 1, 8, 1, 4>, BackwardPlan<256, 16, 1, 8, 1, 16>, BackwardPlan<256, 32, 1, 8, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
@@ -380,9 +443,6 @@ static_assert(kClustersAreShared<BackwardLadder> && kClustersAreShared<RaggedBac
               kClustersAreShared<LoadGradLadder> && kClustersAreShared<EpilogueGradLadder> &&
               kClustersAreShared<GateGradLadder> && kClustersAreShared<RowGateGradLadder>);
 
-template <typename Plan>
-constexpr int kFusedThreads = Plan::kThreads * Plan::kRows + (Plan::kHasProducer ? 32 : 0);
-
 // The fused kernels count rows in 32 bits, with room for some iterations ahead, to save registers. More rows, which
 // have few columns, go to the split strategy.
 constexpr int64_t kFusedMaxRows = 1 << 30;
@@ -390,18 +450,19 @@ constexpr int kMaxFusedSegments = 65535;  // a grid dimension
 
 // Plans that take interleaved segments: those of few columns a thread, which heads are short enough for. Others would
 // spill, or be slower without interleaved segments too (LayerNorm, bf16, 65536 x 2048: 2%).
-template <typename Plan>
-constexpr bool kMayInterleave = !Plan::kClusters && Plan::kVecs * Plan::kVec <= 16;
+template <typename Shape>
+constexpr bool kMayInterleave = !Shape::kClusters && Shape::kVecs * Shape::kVec <= 16;
 constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segments
 
 // Slots of the ring. More gained nothing once rows kept their alignment in shared memory. With two blocks an SM a ring
 // of more than about 64 KiB an SM loses (H200, bf16, RMSNorm, by two and three slots of these bytes: 384 columns, 11
 // KB, 226 and 197 us; 512, 14 KB, 200 and 208; with a residual 384, 16 KB, 334 and 348; with a row gate 64 to 256 gain
 // 3 to 6%).
-template <typename Plan>
-constexpr int kFusedDepth = Plan::kOneBehind ? 4 : 3;
-template <typename Plan>
-constexpr int64_t kMostThirdSlotBytes = Plan::kBlocksPerSm == 2 && !Plan::kOneBehind ? 12 * 1024 : INT64_MAX;  // bytes
+template <typename Shape>
+constexpr int kFusedDepth = Shape::kOneBehind ? 4 : 3;
+template <typename Shape>
+constexpr int64_t kMostThirdSlotBytes =
+    Shape::kBlocksPerSm == 2 && !Shape::kOneBehind ? 12 * 1024 : INT64_MAX;  // bytes
 
 // Strategy "split": in one launch, blocks of rows write grad_input and blocks of columns sum the weight gradients. It
 // reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for problems that fit into

@@ -29,6 +29,8 @@ struct SplitLaunch {
   int inverse_of_row;  // for split_quotient()
   int inverse_of_slice;
   int rows;            // per block
+  int lanes;           // of a warp, that share a row
+  int warp_slice;      // vectors of a warp, adjacent; of a row's threads where they are less
   int cluster;         // slices of a row, all in one block: one for each block of the fused strategy's cluster
   int slice;           // columns per slice
   int64_t row_blocks;  // blocks of rows
@@ -67,56 +69,17 @@ __device__ __forceinline__ int split_quotient(int thread, int inverse) {
   return static_cast<int>(static_cast<unsigned>(thread) * static_cast<unsigned>(inverse) >> 20);
 }
 
-// row_sum() of reduce.cuh for a run-time number of threads, with the same bits. Called by all threads of the `group`-th
-// row of a block.
+// Both sums over a row, in the order of the fused kernel. Called by all threads of the `group`-th row of a block.
 template <typename T>
 __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch, const SplitLaunch& launch, int rank,
                                                  int group) {
-  if (launch.row_threads == 32) return row_sum<RowThreads<32, 1>>(value, scratch);
-  if (launch.row_threads == 16) return row_sum<RowThreads<16, 1>>(value, scratch);
-  if (launch.row_threads == 8) return row_sum<RowThreads<8, 1>>(value, scratch);
-  const int warps = launch.row_threads / 32, lane = threadIdx.x % 32;
+  if (launch.row_threads == 32) return row_sum<RowThreads<32>>(value, scratch);
+  if (launch.row_threads == 16) return row_sum<RowThreads<16>>(value, scratch);
+  if (launch.row_threads == 8) return row_sum<RowThreads<8>>(value, scratch);
+  const int warps = launch.row_threads / 32;
   scratch += group * warps;
-  const T half = lanes_half_sum<RowThreads<32, 1>, 32>(value);
-  if (lane % 16 == 0) reinterpret_cast<T*>(scratch + rank / 32)[lane / 16] = half;
-  // Barrier numbers must be constants (RowThreads::barrier)
-  if (launch.rows == 1) {
-    __syncthreads();
-  } else if (group == 0) {
-    asm volatile("bar.sync 1, %0;" ::"r"(launch.row_threads) : "memory");
-  } else if (group == 1) {
-    asm volatile("bar.sync 2, %0;" ::"r"(launch.row_threads) : "memory");
-  } else if (group == 2) {
-    asm volatile("bar.sync 3, %0;" ::"r"(launch.row_threads) : "memory");
-  } else {
-    asm volatile("bar.sync 4, %0;" ::"r"(launch.row_threads) : "memory");
-  }
-  if (launch.row_threads > launch.threads) {  // in the order of a cluster
-    using Lanes = RowThreads<32, 1>;
-    const Pair<T> sum = lane % 16 < warps ? scratch[lane % 16] : Pair<T>{0, 0};
-    return {Lanes::lanes_sum<16>(sum.first), Lanes::lanes_sum<16>(sum.second)};
-  }
-  constexpr int kStrands = 4;  // as in sum_of_warps()
-  Pair<T> sums[kStrands] = {};
-#pragma unroll
-  for (int strand = 0; strand < kStrands; ++strand)
-    if (strand < warps) sums[strand] = scratch[strand];
-#pragma unroll 1
-  for (int warp = kStrands; warp < warps; warp += kStrands) {
-#pragma unroll
-    for (int strand = 0; strand < kStrands; ++strand) {
-      if (warp + strand >= warps) continue;
-      const Pair<T> here = scratch[warp + strand];
-      sums[strand] = {sums[strand].first + here.first, sums[strand].second + here.second};
-    }
-  }
-#pragma unroll
-  for (int strand = 1; strand < kStrands; ++strand) {
-    if (strand >= warps) continue;
-    sums[0].first += sums[strand].first;
-    sums[0].second += sums[strand].second;
-  }
-  return sums[0];
+  share_in_row(value, scratch, group, rank / 32, launch.row_threads);
+  return sum_of_warps(scratch, warps);
 }
 
 // grad_input of one row, tile by tile if the registers do not hold it. Where the fused kernel shares the row in a
@@ -127,16 +90,20 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
                                                 const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
                                                 Pair<acc_type<scalar_t>>* scratch, int rank, int group) {
   using acc_t = acc_type<scalar_t>;
-  const int step = launch.threads * kVec, tile_columns = step * kVecs;
-  const int of_slice = launch.row_threads > launch.threads ? split_quotient(rank, launch.inverse_of_slice) : 0;
+  const int lanes = launch.lanes, step = lanes * kVec, tile_columns = launch.threads * kVec * kVecs;
+  const int of_slice = launch.cluster > 1 ? split_quotient(rank, launch.inverse_of_slice) : 0;
   const int64_t first_col = static_cast<int64_t>(of_slice) * launch.slice;
   const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
   const scalar_t* grad_row =
       static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
-  const int own = (rank - of_slice * launch.threads) * kVec;
+  const int of_lanes = rank - of_slice * launch.threads, lane = of_lanes & (lanes - 1);
+  const int warp = of_lanes / 32, first = warp * launch.warp_slice * kVec, own = first + lane * kVec;
   const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be <= 0
   const int last_tile =
       launch.cluster > 1 || elements <= tile_columns ? 0 : (elements - 1) / tile_columns * tile_columns;
+  // Where the columns of this warp end. In rows of several tiles its part of a tile is all that its registers hold
+  const int end =
+      32 * (warp + 1) >= launch.threads || last_tile > 0 ? elements : min(elements, first + launch.warp_slice * kVec);
   const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
 
   // weight is loaded together with x if registers allow it: of x's type, or fp32 beside 16-bit x, which takes twice as
@@ -150,12 +117,12 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * step + own;
-      x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, elements - col);
-      grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, elements - col);
+      x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, end - col);
+      grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, end - col);
       if (is_wide) {
-        if constexpr (kKeepsWide) load_raw_weight<float, kVec>(weight_raw[v], params, first_col + col, elements - col);
+        if constexpr (kKeepsWide) load_raw_weight<float, kVec>(weight_raw[v], params, first_col + col, end - col);
       } else if constexpr (kKeepsNarrow) {
-        load_raw_weight<scalar_t, kVec>(weight_raw[v], params, first_col + col, elements - col);
+        load_raw_weight<scalar_t, kVec>(weight_raw[v], params, first_col + col, end - col);
       }
     }
   };
@@ -165,16 +132,16 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
         unpack_weight<float>(weight, weight_raw[v], params);
       } else if constexpr (kVec >= 4) {
         RawVec<float, kVec> raw;
-        load_raw_weight<float, kVec>(raw, params, first_col + col, elements - col);
+        load_raw_weight<float, kVec>(raw, params, first_col + col, end - col);
         unpack_weight<float>(weight, raw, params);
       } else {
-        load_weight<float, true>(weight, params, first_col + col, elements - col);
+        load_weight<float, true>(weight, params, first_col + col, end - col);
       }
     } else {
       if constexpr (kKeepsNarrow)
         unpack_weight<scalar_t>(weight, weight_raw[v], params);
       else
-        load_weight<scalar_t, true>(weight, params, first_col + col, elements - col);
+        load_weight<scalar_t, true>(weight, params, first_col + col, end - col);
     }
   };
   Pair<acc_t> sums{0, 0};
@@ -185,7 +152,7 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * step + own;
-      if (col >= elements) continue;
+      if (col >= end) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
       weight_of(weight, v, col);
@@ -204,13 +171,13 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int col = tile + v * step + own;
-      if (col >= elements) continue;
+      if (col >= end) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
       weight_of(weight, v, col);
       acc_t values[kVec];
       grad_input_of(values, stats, row_terms, x, grad, weight);
-      store_some(grad_input + col, values, elements - col);
+      store_some(grad_input + col, values, end - col);
     }
   }
 }
@@ -378,14 +345,16 @@ template <typename scalar_t, typename Plan>
 SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
   SplitLaunch launch{};
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  launch.threads = Plan::kThreads;
-  launch.row_threads = kSplitRowThreads<Plan>;
+  const FusedRowsPlan plan(Plan{}, vec_count, 1, max_cluster);
+  launch.cluster = kSplitClusters<Plan> ? plan.cluster : 1;
+  launch.threads = plan.threads;
+  launch.lanes = std::min(plan.threads, 32);
+  launch.warp_slice = plan.warp_slice;
+  launch.row_threads = plan.threads * launch.cluster;
   launch.inverse_of_row = split_inverse(launch.row_threads);
   launch.inverse_of_slice = split_inverse(launch.threads);
   launch.rows = kSplitThreads<Plan> / launch.row_threads;
-  static_assert(kSplitRowThreads<Plan> <= 32 || kSplitThreads<Plan> / kSplitRowThreads<Plan> <= 4, "split_row_sum()");
-  launch.cluster = kSplitClusters<Plan> ? cluster_for<Plan>(vec_count, max_cluster) : 1;
-  launch.slice = static_cast<int>((vec_count + launch.cluster - 1) / launch.cluster * Plan::kVec);
+  launch.slice = kSplitClusters<Plan> ? plan.slice * Plan::kVec : static_cast<int>(params.hidden_size);
   if (params.grad_input) launch.row_blocks = (params.rows + launch.rows - 1) / launch.rows;
   if (params.grad_weight || params.grad_bias) {
     launch.column_lanes = kSplitThreads<Plan>;

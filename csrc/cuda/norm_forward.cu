@@ -3,11 +3,11 @@
 //   mean = is_rms_norm ? 0 : sum(x)/N      rstd = rsqrt(sum((x-mean)^2)/N + eps)
 //   x_hat = (x-mean)*rstd                  y = x_hat*(weight+weight_offset) + bias
 //
-// A group of threads holds each row in registers: norm_usual.cu for what most models run, norm_gated.cu for a gate,
-// norm_any.cu for what else a row of whole vectors may need. Ragged rows lie in shared memory (norm_ragged.cu); longer
-// rows are streamed (norm_forward_long.cu) or shared by the whole card (norm_huge.cu). The kernel of this file takes
-// the rest: fp64, long rows with per-row weights, and long rows on cards without the streaming kernel. forward_rows.cuh
-// explains the statistics.
+// A group of threads holds each row in registers: norm_usual.cu for what most models run, norm_epilogue.cu for the same
+// with an epilogue in common sizes, norm_gated.cu for a gate, norm_any.cu for all other rows of whole vectors. Ragged
+// rows lie in shared memory (norm_ragged.cu); longer rows are streamed (norm_forward_long.cu) or shared by the whole
+// card (norm_huge.cu). The kernel of this file takes the rest: fp64, long rows with per-row weights, and long rows on
+// cards without the streaming kernel. forward_rows.cuh explains the statistics.
 #include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
@@ -79,8 +79,8 @@ __device__ __forceinline__ void forward_row(const KernelForwardParams& params, a
   constexpr int kThreads = Plan::kThreads, kVecs = Plan::kVecs, kVec = Plan::kVec;
   constexpr int kRows = kForwardThreads<Plan> / kThreads;
   constexpr int kStep = kThreads * kVec, kTile = kVecs * kStep;
-  using Row = RowThreads<kThreads, kRows, true>;
-  using Held = RegisterSlots<Plan, false>;
+  using Row = RowThreads<kThreads, true>;
+  using Held = RegisterSlots<kVecs, kVec, kThreads, false>;
   __shared__ Moments<acc_t> scratch[kRows * Row::kWarps];
   __shared__ Moments<acc_t> cluster_scratch[Plan::kClusters ? kMaxCluster : 1];
 
@@ -164,7 +164,7 @@ template <typename scalar_t, typename Plan>
 __global__ void __launch_bounds__(kForwardThreads<Plan>, (Plan::kClusters ? 512 : 1024) / kForwardThreads<Plan>)
     norm_forward_kernel(const __grid_constant__ KernelForwardParams params, acc_type<scalar_t> inverse_n) {
   constexpr int kRows = kForwardThreads<Plan> / Plan::kThreads;
-  using Row = RowThreads<Plan::kThreads, kRows, true>;
+  using Row = RowThreads<Plan::kThreads, true>;
   const int64_t row = static_cast<int64_t>(blockIdx.x / (Plan::kClusters ? cluster_size() : 1)) * kRows + Row::group();
   // Return, do not skip: rows that share a warp name all of its lanes in their exchanges (whole_warps in reduce.cuh)
   if (row >= params.rows) return;

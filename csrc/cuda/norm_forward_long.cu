@@ -193,7 +193,7 @@ struct StreamRows : StreamBlock<scalar_t, Plan> {
   using Block::params, Block::slice, Block::rows, Block::kThreads, Block::kVec;
   static constexpr int kVecs = Plan::kVecs;
   static constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;  // see tile_moments()
-  using Row = RowThreads<kThreads, 1>;
+  using Row = RowThreads<kThreads>;
   using Vec = RawVec<scalar_t, kVec>;
   using Weights = RawVec<weight_t, kVec>[kVecs];
   using Biases = RawVec<weight_t, kVec>[kKeepsBias<Plan> ? kVecs : 1];

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
     norm_huge_moments_kernel(const __grid_constant__ KernelForwardParams params,
                              const __grid_constant__ Slices slices) {
   using acc_t = acc_type<scalar_t>;
-  using Row = RowThreads<Plan::kThreads, 1>;
+  using Row = RowThreads<Plan::kThreads>;
   __shared__ Moments<acc_t> scratch[Row::kWarps];
   const SliceOfBlock<Plan> at(slices, params.hidden_size, blockIdx.x / slices.count, blockIdx.x % slices.count);
   const scalar_t* x = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(at.row) + at.first_col;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeSumBlocksPerSm)
                           bool rows_first) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kVec = Plan::kVec;
-  using Row = RowThreads<Plan::kThreads, 1>;
+  using Row = RowThreads<Plan::kThreads>;
   __shared__ Pair<acc_t> scratch[Row::kWarps];
   const unsigned outer = blockIdx.x / (rows_first ? params.rows : slices.count);
   const unsigned inner = blockIdx.x % (rows_first ? params.rows : slices.count);
@@ -273,7 +273,7 @@ __device__ __forceinline__ MergedRow<scalar_t> merge_row(const KernelBackwardPar
   Pair<T> sums{};
   for_each_part<32 / sizeof(T)>(
       parts, slices.count, [&](Pair<T> part, bool) { sums = {sums.first + part.first, sums.second + part.second}; });
-  sums = row_sum<RowThreads<32, 8>>(sums, static_cast<Pair<T>*>(nullptr));
+  sums = row_sum<RowThreads<32>>(sums, static_cast<Pair<T>*>(nullptr));
   const auto saved = load_stats<scalar_t>(params, row);
   return {saved, slope_and_level(sums, RowStats<scalar_t>(saved, params), params, inverse_n)};
 }

@@ -15,12 +15,12 @@ namespace {
 // add to it make blocks wait less; blocks that could not start yet make the others wait in vain, once.
 __device__ unsigned paced_iterations;
 
-// Every kEvery-th iteration is paced. Few fields: the kernels have no registers to spare.
-template <int kEvery>
+// Every `every`-th iteration is paced.
+template <bool kPaced>
 class Pace {
  public:
   // The first `free` iterations, which fill the ring, are not paced: after them all blocks have started.
-  __device__ explicit Pace(int free) : mean_(look()), free_(free) {}
+  __device__ Pace(int free, int every) : mean_(look()), free_(free), every_(every) {}
 
   // Called by one thread before each iteration of the block.
   __device__ void next_iteration() {
@@ -28,7 +28,7 @@ class Pace {
       --free_;
       return;
     }
-    free_ = kEvery - 1;
+    free_ = every_ - 1;
     mean_ += gridDim.x;
     atomicAdd(&paced_iterations, 1u);
     const int slack = static_cast<int>(kPaceSlackHalves * gridDim.x / 2);
@@ -42,13 +42,13 @@ class Pace {
   __device__ static unsigned look() { return *static_cast<volatile unsigned*>(&paced_iterations); }
 
   unsigned mean_;  // the value of paced_iterations at which the mean of the blocks equals this block's count
-  int free_;
+  int free_, every_;
 };
 
 template <>
-class Pace<0> {  // no iteration is paced
+class Pace<false> {  // no iteration is paced
  public:
-  __device__ explicit Pace(int) {}
+  __device__ Pace(int, int) {}
   __device__ void next_iteration() {}
 };
 

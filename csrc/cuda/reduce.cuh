@@ -9,13 +9,13 @@
 
 namespace fused_layernorm {
 
-// The kThreads (a power of two, 2 to 1024, or a multiple of 32) neighbouring threads of a block that work on one row;
-// kRows rows a block. whole_warps: rows that share a warp run in lockstep, and lanes without a row have returned from
-// the kernel (a skipped `if` is not enough: __shfl_sync waits for every named lane that has not exited). Then every
-// mask is all lanes; a mask computed at run time costs a vote and a branch per exchange.
-template <int kThreads, int kRows, bool whole_warps = false>
+// The kThreads (a power of two, 2 to 1024, or a multiple of 32) neighbouring threads of a block that work on one row:
+// all of the block, or several rows have a warp or less each. whole_warps: rows that share a warp run in lockstep, and
+// lanes without a row have returned from the kernel (a skipped `if` is not enough: __shfl_sync waits for every named
+// lane that has not exited). Then every mask is all lanes; a mask computed at run time costs a vote and a branch per
+// exchange.
+template <int kThreads, bool whole_warps = false>
 struct RowThreads {
-  static_assert(kThreads <= 32 || kRows <= 8, "barrier() counts to eight");
   static constexpr int kThreadsOfRow = kThreads;
   static constexpr int kLanes = kThreads < 32 ? kThreads : 32;
   static constexpr int kWarps = kThreads / kLanes;
@@ -33,25 +33,12 @@ struct RowThreads {
     }
   }
 
-  // Waits for the threads of this row only, so that rows of one block may take different numbers of steps. The
-  // barrier's number must be a constant: for a number computed at run time the block reserves all 16 barriers, which
-  // limited an SM to 4 blocks (H200: forward at N = 4096 ran at 0.58 of the copy, not 0.95).
+  // Waits for the threads of this row.
   __device__ static void barrier() {
     if constexpr (kWarps == 1) {
       __syncwarp(lane_mask());
-    } else if constexpr (kRows == 1) {
-      __syncthreads();
     } else {
-      switch (group()) {  // uniform in a warp; barrier 0 is that of __syncthreads
-        case 0: asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); break;
-        case 1: asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); break;
-        case 2: asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory"); break;
-        case 3: asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory"); break;
-        case 4: asm volatile("bar.sync 5, %0;" ::"n"(kThreads) : "memory"); break;
-        case 5: asm volatile("bar.sync 6, %0;" ::"n"(kThreads) : "memory"); break;
-        case 6: asm volatile("bar.sync 7, %0;" ::"n"(kThreads) : "memory"); break;
-        default: asm volatile("bar.sync 8, %0;" ::"n"(kThreads) : "memory"); break;
-      }
+      __syncthreads();
     }
   }
 
@@ -69,9 +56,9 @@ struct RowThreads {
   }
 };
 
-// Two sums at once over the threads of a row, with one barrier. `scratch` holds RowThreads::kWarps elements for each
-// row of the block. Consecutive calls must alternate between two scratch areas, so that a warp that is already in the
-// next sum does not overwrite values that others still read.
+// Two sums at once over the threads of a row, with one barrier. `scratch` holds RowThreads::kWarps elements.
+// Consecutive calls must alternate between two scratch areas, so that a warp that is already in the next sum does not
+// overwrite values that others still read.
 template <typename T>
 struct alignas(2 * sizeof(T)) Pair {
   T first, second;
@@ -106,6 +93,45 @@ __device__ __forceinline__ Pair<T> sum_of_warps(const Pair<T>* shared) {
   return sums[0];
 }
 
+// The same for a run-time number of warps up to eight, without a branch: behind one the compiler forgets what it
+// widened before.
+template <typename T>
+__device__ __forceinline__ Pair<T> sum_of_few_warps(const Pair<T>* shared, int warps) {
+  Pair<T> sums[8];
+#pragma unroll
+  for (int warp = 0; warp < 8; ++warp) sums[warp] = warp < warps ? shared[warp] : Pair<T>{0, 0};
+  return sum_of_warps<8>(sums);
+}
+
+// The same for any number of warps, of a block or a cluster. Of more than eight a full warp adds the sums, half of it
+// each.
+template <typename T>
+__device__ __forceinline__ Pair<T> sum_of_warps(const Pair<T>* shared, int warps) {
+  if (warps <= 8) return sum_of_few_warps(shared, warps);
+  const int lane = threadIdx.x % 16;
+  const bool upper = threadIdx.x % 32 >= 16;
+  const T* of_half = &shared->first + upper;
+  T half = 0;
+#pragma unroll 1
+  for (int first = 0; first < warps; first += 16)
+    if (first + lane < warps) half += of_half[2 * (first + lane)];
+  half = RowThreads<32>::lanes_sum<16>(half);
+  const T other = __shfl_xor_sync(0xffffffffu, half, 16);
+  return {upper ? other : half, upper ? half : other};
+}
+
+// Both sums over the `group`-th row of a block, which has a run-time number of whole warps; `warp`: of the row. For
+// kernels with up to four blocks an SM: for a barrier whose number is a run-time value a block reserves all 16, of
+// which an SM has 64 (H200: so limited, forward of 4096 columns fell from 0.95 to 0.58 of the copy). scratch: of the
+// row; as for row_sum().
+template <typename T>
+__device__ __forceinline__ void share_in_row(Pair<T> value, Pair<T>* scratch, int group, int warp, int threads) {
+  const T half = lanes_half_sum<RowThreads<32>, 32>(value);
+  const int lane = threadIdx.x % 32;
+  if (lane % 16 == 0) reinterpret_cast<T*>(scratch + warp)[lane / 16] = half;
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
+}
+
 template <typename Row, typename T>
 __device__ __forceinline__ Pair<T> row_sum(Pair<T> value, Pair<T>* scratch) {
   const T half = lanes_half_sum<Row, Row::kLanes>(value);
@@ -114,7 +140,6 @@ __device__ __forceinline__ Pair<T> row_sum(Pair<T> value, Pair<T>* scratch) {
     const bool upper = threadIdx.x % Row::kLanes >= Row::kLanes / 2;
     return {upper ? other : half, upper ? half : other};
   } else {
-    scratch += Row::group() * Row::kWarps;
     const int lane = threadIdx.x % 32;
     if (lane % 16 == 0) reinterpret_cast<T*>(scratch + Row::warp())[lane / 16] = half;
     Row::barrier();

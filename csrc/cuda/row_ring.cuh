@@ -20,8 +20,8 @@ namespace {
 
 // Whether threads have registers to keep shared addresses. Otherwise they are recomputed for each row, about 20
 // instructions of 600 with 16 elements a thread.
-template <typename Plan>
-constexpr bool kHasRoom = Plan::kOneBehind && Plan::kVecs * Plan::kVec <= 16;
+template <typename Shape>
+constexpr bool kHasRoom = Shape::kOneBehind && Shape::kVecs * Shape::kVec <= 16;
 
 // The straight-line code of a fused kernel for one kind of call; chosen by one uniform branch a block.
 enum class Path { kPlain, kLoad, kFromY, kGate, kEpilogue, kRowGateOfX, kRowGateOfY };
@@ -50,47 +50,55 @@ struct Work {
 // Arguments of a fused kernel beside KernelBackwardParams.
 struct FusedArguments {
   GradStages stages;
-  int depth;       // slots of the ring
-  int slot_bytes;  // RowRing::slot_bytes() of the call's path
+  int cluster, threads, rows, slice, warp_slice;  // of FusedRowsPlan; slice in elements
+  int inverse_of_warps;   // 1024 / warps of a row, rounded up, so that `warp * inverse_of_warps >> 10` is a row
+  int row_step;           // from a row of a block to its next one
+  unsigned element_step;  // the same in elements of a result: at most what all blocks hold, so that it fits
+  int depth, slot_bytes;  // of the ring: its slots, and RowRing::slot_bytes_of()
+  int sums, exchange;     // of SumExchange: sums of a row, and its place in shared memory
   float inverse_n;
   // With an epilogue: norm_scale multiplies weight and bias so that u is scaled for slope(); the other factors correct
   // the sums along the row, wdy, and the sums along the columns.
   float norm_scale, sum_factor, wdy_factor, column_factor;
 };
 
+// The threads of a row and the rows of a block: run-time values, but where a row has one warp or less.
+template <typename Shape>
+__device__ __forceinline__ int threads_of_row(const FusedArguments& arguments) {
+  return Shape::kOneWarp ? Shape::kLanes : arguments.threads;
+}
+// Warps of a block that have rows.
+template <typename Shape>
+__device__ __forceinline__ int consumer_warps() {
+  return blockDim.x / 32 - Shape::kHasProducer;
+}
+
 // The columns of a block: all, or a slice if a cluster shares the row; and its rows: of all, or of one segment.
 struct Slice {
-  int blocks, rank;         // of the cluster
+  int rank;                 // of the block in its cluster
   int64_t first_col;        // a multiple of the vector
   int elements;             // may be 0 in the last blocks
-  int first_row, row_step;  // of the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
-  int end_row;
+  int first_row, end_row;   // the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
   int segment;              // of the rows, where they have several
   int64_t first_parameter;  // where weight and bias of these columns begin
 
-  // Slices are multiples of `set` vectors, so that narrower tensors, and vectors of 8 bytes, make whole 16 bytes.
-  template <typename Plan>
-  __device__ static Slice of(const KernelBackwardParams& params, int set) {
+  template <typename Shape>
+  __device__ static Slice of(const KernelBackwardParams& params, const FusedArguments& arguments) {
     Slice slice;
-    slice.blocks = Plan::kClusters ? cluster_size() : 1;
-    slice.rank = Plan::kClusters ? cluster_rank() : 0;
-    const int64_t vecs = vecs_of<Plan::kVec>(params.hidden_size);
-    const int64_t most = (vecs + slice.blocks * set - 1) / (slice.blocks * set) * (set * Plan::kVec);
-    slice.first_col = slice.rank * most;
-    slice.elements = static_cast<int>(max(min(most, params.hidden_size - slice.first_col), int64_t{0}));
-    const int cluster = static_cast<int>(blockIdx.x) / slice.blocks;
-    const int clusters = static_cast<int>(gridDim.x) / slice.blocks;
-    slice.first_row = cluster * Plan::kRows;
-    slice.row_step = clusters * Plan::kRows;
+    slice.rank = Shape::kClusters ? cluster_rank() : 0;
+    slice.first_col = static_cast<int64_t>(slice.rank) * arguments.slice;
+    slice.elements =
+        static_cast<int>(max(min(int64_t{arguments.slice}, params.hidden_size - slice.first_col), int64_t{0}));
+    const int cluster = Shape::kClusters ? cluster_index() : static_cast<int>(blockIdx.x);
+    slice.first_row = cluster * arguments.rows;
     slice.end_row = static_cast<int>(params.rows);
     slice.segment = 0;
     slice.first_parameter = slice.first_col;
     if (params.segments > 1 && !params.interleaves) {
-      const int clusters_each = clusters / params.segments;
+      const int clusters_each = arguments.row_step / arguments.rows;
       const int rows_each = static_cast<int>(params.rows) / params.segments;
       slice.segment = cluster / clusters_each;
-      slice.first_row = slice.segment * rows_each + (cluster - slice.segment * clusters_each) * Plan::kRows;
-      slice.row_step = clusters_each * Plan::kRows;
+      slice.first_row = slice.segment * rows_each + (cluster - slice.segment * clusters_each) * arguments.rows;
       slice.end_row = (slice.segment + 1) * rows_each;
       slice.first_parameter += slice.segment * params.weight_stride;
     }
@@ -99,9 +107,9 @@ struct Slice {
 
   // Where weight and bias begin for the `group`-th row of the block, and for all rows that follow it: row_step is a
   // multiple of interleaved segments.
-  template <typename Plan>
+  template <typename Shape>
   __device__ int64_t parameters_of(const KernelBackwardParams& params, int group) const {
-    if (!kMayInterleave<Plan> || !params.interleaves) return first_parameter;
+    if (!kMayInterleave<Shape> || !params.interleaves) return first_parameter;
     return first_parameter +
            static_cast<unsigned>(first_row + group) % static_cast<unsigned>(params.segments) * params.weight_stride;
   }
@@ -109,12 +117,13 @@ struct Slice {
 
 // Shared memory of a ring beside its slots; the same for every path.
 constexpr int kMaxDepth = 4;
-template <typename scalar_t, typename Plan>
+template <typename scalar_t, typename Shape>
 struct RingBarriers {
+  static constexpr int kMostRows = Shape::kMostRows;
   uint64_t full[kMaxDepth], empty[kMaxDepth];
-  uint4 entries[kMaxDepth][Plan::kRows];  // RowRing::Entry
-  float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][Plan::kRows];
-  unsigned more_entries[2][kMaxDepth][Plan::kRows];  // of grad_residual_out, and of the gated x
+  uint4 entries[kMaxDepth][kMostRows];  // RowRing::Entry
+  float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][kMostRows];
+  unsigned more_entries[2][kMaxDepth][kMostRows];  // of grad_residual_out, and of the gated x
   uint4 zeros;
 
   static constexpr unsigned kEmpty = 8 * kMaxDepth;  // from a slot's full barrier to its empty one
@@ -125,7 +134,7 @@ struct RingBarriers {
     zeros = {0, 0, 0, 0};
     for (int i = 0; i < kMaxDepth; ++i) {
       init_barrier(first + 8 * i, kWarpArrivals);
-      init_barrier(first + kEmpty + 8 * i, Plan::kThreads * Plan::kRows / 32 * kWarpArrivals);
+      init_barrier(first + kEmpty + 8 * i, consumer_warps<Shape>() * kWarpArrivals);
     }
     fence_barrier_init();
   }
@@ -143,21 +152,21 @@ constexpr bool kBulk = false;
 //
 // A row keeps its address modulo 128 bytes: otherwise the copy engine fetches 5 sectors for 4 (ncu: 673 MB for 539),
 // which cost a fifth of the bandwidth.
-template <typename scalar_t, typename Plan, typename Work>
+template <typename scalar_t, typename Shape, typename Work>
 struct RowRing {
   using grad_t = typename Work::grad_t;
-  using Barriers = RingBarriers<scalar_t, Plan>;
-  static constexpr int kVec = Plan::kVec, kVecs = Plan::kVecs, kThreads = Plan::kThreads, kRows = Plan::kRows;
+  using Barriers = RingBarriers<scalar_t, Shape>;
+  static constexpr int kVec = Shape::kVec, kVecs = Shape::kVecs, kMostRows = Shape::kMostRows;
   static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
   static constexpr bool kAligned = kVecBytes % 8 == 0;  // rows are made of whole 16 bytes
   // Bytes of a row in a slot, with room for its alignment modulo 128
-  static constexpr int pitch_of(int tensor) {
-    return kThreads * kVecs * kVec * static_cast<int>(tensor % 2 == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 128;
+  __host__ __device__ static int pitch_of(int tensor, int slice) {
+    return (slice * static_cast<int>(tensor % 2 == 1 ? sizeof(grad_t) : sizeof(scalar_t)) + 127) / 128 * 128 + 128;
   }
-  static constexpr int start_of(int tensor) {  // within a slot
-    return kRows * ((tensor + 1) / 2 * pitch_of(0) + tensor / 2 * pitch_of(1));
+  __host__ __device__ static int start_of(int tensor, int slice, int rows) {  // within a slot
+    return rows * ((tensor + 1) / 2 * pitch_of(0, slice) + tensor / 2 * pitch_of(1, slice));
   }
-  static constexpr int slot_bytes_of(int tensors) { return start_of(tensors - 1) + kRows * pitch_of(tensors - 1); }
+  static int slot_bytes_of(int tensors, int slice, int rows) { return start_of(tensors, slice, rows); }
   // Lanes of the producer warp for a row, one a tensor, and rows that the warp requests at once
   static constexpr int kRowLanes = Work::kMayAdd ? 4 : 2;
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
@@ -170,7 +179,8 @@ struct RowRing {
 
   unsigned memory, barriers;  // shared addresses
   static constexpr unsigned kEmpty = Barriers::kEmpty;
-  int depth, slot_bytes, elements, end_row, slot = 0;
+  const FusedArguments& arguments;
+  int elements, end_row, slot = 0;
   unsigned parity = 0;
 
   __device__ unsigned full() const { return barriers + static_cast<unsigned>(offsetof(Barriers, full)); }
@@ -184,17 +194,19 @@ struct RowRing {
   __device__ RowRing(void* memory, Barriers& barriers, const Slice& slice, const FusedArguments& arguments)
       : memory(shared_address(memory)),
         barriers(shared_address(&barriers)),
-        depth(arguments.depth),
-        slot_bytes(Work::kHasEpilogue ? arguments.slot_bytes : slot_bytes_of(Work::kTensors)),
+        arguments(arguments),
         elements(slice.elements),
         end_row(slice.end_row) {
-    if (kHasRoom<Plan>) asm volatile("" : "+r"(this->barriers));
+    if (kHasRoom<Shape>) asm volatile("" : "+r"(this->barriers));
   }
 
-  __device__ unsigned start(int of_slot, int tensor) const { return memory + of_slot * slot_bytes + start_of(tensor); }
-  __device__ int slot_before() const { return slot == 0 ? depth - 1 : slot - 1; }
+  __device__ int pitch(int tensor) const { return pitch_of(tensor, arguments.slice); }
+  __device__ unsigned start(int of_slot, int tensor) const {
+    return memory + of_slot * arguments.slot_bytes + start_of(tensor, arguments.slice, arguments.rows);
+  }
+  __device__ int slot_before() const { return slot == 0 ? arguments.depth - 1 : slot - 1; }
   __device__ void next_slot() {
-    if (++slot == depth) {
+    if (++slot == arguments.depth) {
       slot = 0;
       parity ^= 1;
     }
@@ -249,13 +261,13 @@ struct RowRing {
       [[maybe_unused]] const char* end = row_at(static_cast<int>(params.rows) - 1) + row_bytes;  // of the tensor
       // Whether the rows of an iteration are contiguous, and so one copy
       const bool dense =
-          !Plan::kClusters && source.strides.is_even(params.rows) && source.strides.row_stride == params.hidden_size;
+          !Shape::kClusters && source.strides.is_even(params.rows) && source.strides.row_stride == params.hidden_size;
       const int row_count = slice.end_row;
       // Statistics are loaded one iteration ahead: rstd and mean_tail in the lanes for x, mean in those for
       // grad_output. The loads are synchronous on purpose: the block that is furthest ahead waits for memory here,
       // while the others hit the same line in the cache, which keeps the blocks together (H200: with asynchronous
       // loads, some SMs finished 30 to 70 us before the last, of 200).
-      constexpr int kShares = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
+      constexpr int kShares = (kMostRows + kRowsAtOnce - 1) / kRowsAtOnce;
       float statistics[kShares], mean_tail[kShares];
       const float* statistic = static_cast<const float*>(for_x ? params.rstd : params.mean);
       const auto load_statistics = [&](int row) {
@@ -270,11 +282,11 @@ struct RowRing {
         }
       };
       load_statistics(first_row);
-      constexpr bool kPaced = kIsPaced<scalar_t, Plan>;
-      Pace<kPaced ? std::max(kPaceBytes / slot_bytes_of(Work::kTensors), 1) : 0> pace(depth);
+      constexpr bool kPaced = kIsPaced<scalar_t, Shape>;
+      [[maybe_unused]] Pace<kPaced> pace(arguments.depth, max(kPaceBytes / arguments.slot_bytes, 1));
 #pragma unroll 1
-      for (int row = first_row; row < row_count && iterations > 0; row += slice.row_step, --iterations) {
-        const int count = min(kRows, row_count - row);
+      for (int row = first_row; row < row_count && iterations > 0; row += arguments.row_step, --iterations) {
+        const int count = min(arguments.rows, row_count - row);
         const int copies = row_bytes == 0 || !requests ? 0 : dense ? 1 : count;
         const unsigned bytes = dense ? count * row_bytes : row_bytes;
         // f(address of the row or rows, index of the row in the iteration)
@@ -302,7 +314,7 @@ struct RowRing {
           __syncwarp();
         }
         wait_barrier(full() + kEmpty + 8 * slot, parity ^ 1);
-        const int pitch = pitch_of(Work::kMayAdd ? tensor : 0);
+        const int pitch = this->pitch(Work::kMayAdd ? tensor : 0);
         const unsigned first = start(slot, tensor);
 #pragma unroll
         for (int share = 0; share < kShares; ++share) {
@@ -314,16 +326,17 @@ struct RowRing {
                      : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_at(row + group)) % 128) + group * pitch);
           if constexpr (Work::kMayAdd) {
             if (tensor >= 2) {
-              store_shared(more_entries() + 4 * ((tensor - 2) * kMaxDepth * kRows + slot * kRows + group), at);
+              store_shared(more_entries() + 4 * ((tensor - 2) * kMaxDepth * kMostRows + slot * kMostRows + group), at);
               continue;
             }
           }
-          const unsigned entry = entries() + 16 * (slot * kRows + group) + 4 * tensor;
+          const unsigned entry = entries() + 16 * (slot * kMostRows + group) + 4 * tensor;
           store_shared(entry, at);
           store_shared(entry + 8, statistics[share]);
-          if (sizeof(scalar_t) == 4 && for_x) store_shared(mean_tails() + 4 * (slot * kRows + group), mean_tail[share]);
+          if (sizeof(scalar_t) == 4 && for_x)
+            store_shared(mean_tails() + 4 * (slot * kMostRows + group), mean_tail[share]);
         }
-        if (iterations > 1) load_statistics(row + slice.row_step);
+        if (iterations > 1) load_statistics(row + arguments.row_step);
         const auto target_of = [&](const char* from, int group) {
           return first + static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) % 128) + group * pitch - past_of(from);
         };
@@ -362,27 +375,28 @@ struct RowRing {
       ring.slot -= kLag;
       ring.parity ^= 1;
     } else {
-      ring.slot += depth - kLag;
+      ring.slot += arguments.depth - kLag;
     }
-    ring.produce(params, stages, slice, first_row + (depth - kLag) * slice.row_step, 1);
+    ring.produce(params, stages, slice, first_row + (arguments.depth - kLag) * arguments.row_step, 1);
   }
 
-  // Before sm_90: each thread copies its vectors of row `row` into slot `into`. It commits a group even if the row does
-  // not exist, because wait_full() counts groups.
+  // Before sm_90: each thread copies its vectors of row `row` into slot `into`: of `left` elements from vector `own` on
+  // each kLanes-th. It commits a group even if the row does not exist, because wait_full() counts groups.
   __device__ void prefetch(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int64_t row,
-                           int group, int rank, int into) {
+                           int group, int own, int left, int into) {
     if constexpr (kBulk) return;
     const auto prefetch_row = [&](const auto* data, const RowStrides& strides, int tensor) {
       using T = std::decay_t<decltype(*data)>;
       const T* source = data + strides.offset(row) + first_col;
-      const unsigned target = start(into, tensor) + group * pitch_of(tensor);
+      const unsigned target = start(into, tensor) + group * pitch(tensor);
 #pragma unroll 1
-      for (int vec = rank; vec * kVec < elements; vec += kThreads) {
+      for (int from = 0; from < left; from += Shape::kLanes * kVec) {
+        const int vec = own + from / kVec;
         if constexpr (kAligned) {
           copy_vec_async<kVec* static_cast<int>(sizeof(T))>(target + vec * kVec * static_cast<int>(sizeof(T)),
                                                             source + vec * kVec);
         } else {
-          for (int i = vec * kVec; i < min(vec * kVec + kVec, elements); ++i)
+          for (int i = vec * kVec; i < vec * kVec + min(kVec, left - from); ++i)
             store_shared(target + i * static_cast<int>(sizeof(T)), __ldg(source + i));
         }
       }
@@ -399,15 +413,16 @@ struct RowRing {
     commit_copies();
   }
   __device__ void prefetch_first(const KernelBackwardParams& params, const GradStages& stages, const Slice& slice,
-                                 int group, int rank) {
-    for (int ahead = 0; ahead < depth && !kBulk; ++ahead)
-      prefetch(params, stages, slice.first_col, slice.first_row + group + ahead * slice.row_step, group, rank, ahead);
+                                 int group, int own, int left) {
+    for (int ahead = 0; ahead < arguments.depth && !kBulk; ++ahead)
+      prefetch(params, stages, slice.first_col, slice.first_row + group + ahead * arguments.row_step, group, own, left,
+               ahead);
   }
 
   // Waits until the current slot is full.
   __device__ void wait_full() {
     if constexpr (kBulk) return wait_barrier(full() + 8 * slot, parity);
-    switch (depth - Plan::kOneBehind) {
+    switch (arguments.depth - Shape::kOneBehind) {
       case 1: return wait_for_copies<0>();
       case 2: return wait_for_copies<1>();
       case 3: return wait_for_copies<2>();
@@ -417,8 +432,8 @@ struct RowRing {
 
   // The shared address of the row of grad_residual_out (which: 0) or of the gated x (1).
   __device__ unsigned more_entry(int of_slot, int group, int which) const {
-    if constexpr (!kBulk) return start(of_slot, 2 + which) + group * pitch_of(2 + which);
-    return load_shared<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kRows + group));
+    if constexpr (!kBulk) return start(of_slot, 2 + which) + group * pitch(2 + which);
+    return load_shared<unsigned>(more_entries() + 4 * ((which * kMaxDepth + of_slot) * kMostRows + group));
   }
   // The `group`-th row of slot `of_slot`, which is row `row` of the tensor.
   __device__ Entry entry(const KernelBackwardParams& params, int of_slot, int row, int group) const {
@@ -426,10 +441,10 @@ struct RowRing {
     if constexpr (Work::kAlwaysAdds) residual = more_entry(of_slot, group, 0);
     if constexpr (Work::kHasGate) gated = more_entry(of_slot, group, 1);
     if constexpr (kBulk) {
-      const uint4 found = load_shared<uint4>(entries() + 16 * (of_slot * kRows + group));
+      const uint4 found = load_shared<uint4>(entries() + 16 * (of_slot * kMostRows + group));
       return {found.x, found.y, __uint_as_float(found.z), __uint_as_float(found.w), residual, gated};
     }
-    const auto at = [&](int tensor) { return start(of_slot, tensor) + group * pitch_of(tensor); };
+    const auto at = [&](int tensor) { return start(of_slot, tensor) + group * pitch(tensor); };
     const auto stats = load_stats<scalar_t>(params, row);
     return {at(0), at(1), static_cast<float>(stats.rstd), static_cast<float>(stats.mean), residual, gated};
   }
@@ -437,7 +452,7 @@ struct RowRing {
                                       int group) const {
     float mean_tail = 0;
     if constexpr (sizeof(scalar_t) == 4)
-      mean_tail = kBulk ? load_shared<float>(mean_tails() + 4 * (of_slot * kRows + group))
+      mean_tail = kBulk ? load_shared<float>(mean_tails() + 4 * (of_slot * kMostRows + group))
                         : static_cast<float>(load_stats<scalar_t>(params, row).mean_tail);
     const SavedStats<acc_type<scalar_t>> saved{entry.rstd, entry.mean, mean_tail};
     if constexpr (kAligned) return RowStats<scalar_t>(saved);  // rows of several elements
@@ -461,11 +476,11 @@ struct RowRing {
   }
   // Releases slot `read` for this warp, whose active lanes are `lanes`. `next` is the row that will refill the slot.
   __device__ void release(const KernelBackwardParams& params, const GradStages& stages, int64_t first_col, int read,
-                          int64_t next, int group, int rank, unsigned lanes) {
+                          int64_t next, int group, int own, int left, unsigned lanes) {
     if constexpr (kBulk) {
       arrive_of_warp(full() + kEmpty + 8 * read, lanes);
     } else {
-      prefetch(params, stages, first_col, next, group, rank, read);
+      prefetch(params, stages, first_col, next, group, own, left, read);
     }
   }
 };
@@ -473,76 +488,69 @@ struct RowRing {
 // An asynchronous all-reduce of a row's sums between the warps of its block or cluster: each warp publishes its sums
 // with share(), and collect() waits for those of all, as late as possible. Four exchanges may be in flight: a warp can
 // share row j only after all have shared row j - 2, and so have collected row j - 4.
-template <typename Plan, typename T>
+template <typename Shape, typename T>
 struct SumExchange {
-  using Row = RowThreads<Plan::kThreads, Plan::kRows>;
-  static constexpr int kWarps = Plan::kThreads / 32, kRows = Plan::kRows, kSlots = 4;
-  static constexpr int kMostSums = round_up_to_power(Plan::kMaxCluster * kWarps);
-  struct Slot {
-    Pair<T> sums[kMostSums];
-    uint64_t ready;
-  };
-  struct Needed {
-    Slot slots[kRows][kSlots];
-  };
-  struct Nothing {};
-  using Shared = std::conditional_t<Plan::kOneBehind, Needed, Nothing>;
+  static constexpr int kSlots = 4;
+  using Lanes = RowThreads<32>;
 
-  // Shared addresses: `slots` of the row's first slot; `target` where this lane writes (in a cluster to block `lane %
-  // 16`, the lower half-warp the first sum, the upper half the second); `peer` of the slot in that block.
+  // A slot has the sums of all warps of the row, and a barrier. Of the row's first slot, shared addresses: `slots`;
+  // `target` where this lane writes (in a cluster to block `lane % 16`, the lower half-warp the first sum, the upper
+  // half the second); `peer` of the slot in that block.
   unsigned slots, target, peer;
-  int blocks;
+  const FusedArguments& arguments;
 
-  // Constructed by all threads of the block; ready after the next barrier of the block or cluster.
-  __device__ SumExchange(Shared& shared, const Slice& slice, int group) : blocks(slice.blocks) {
-    if constexpr (Plan::kOneBehind) {
-      const int lane = threadIdx.x % 32;
-      Slot& first = shared.slots[group][0];
-      slots = shared_address(&first);
-      target =
-          shared_address(&first.sums[slice.rank * kWarps + Row::warp()]) + lane / 16 * static_cast<unsigned>(sizeof(T));
+  static int bytes_of(int sums, int rows) { return Shape::kOneBehind ? rows * kSlots * slot_bytes_of(sums) : 0; }
+
+  // Constructed by all threads of the block; ready after the next barrier of the block or cluster. `warp`: of the
+  // `group`-th row.
+  __device__ SumExchange(const void* memory, const FusedArguments& arguments, const Slice& slice, int group, int warp)
+      : arguments(arguments) {
+    if constexpr (Shape::kOneBehind) {
+      const int lane = threadIdx.x % 32, warps = threads_of_row<Shape>(arguments) / 32;
+      const unsigned first = shared_address(memory) + arguments.exchange;
+      slots = first + group * kSlots * slot_bytes();
+      target = slots + (slice.rank * warps + warp) * static_cast<unsigned>(sizeof(Pair<T>)) +
+               lane / 16 * static_cast<unsigned>(sizeof(T));
       peer = slots;
-      if (Plan::kClusters && lane % 16 < blocks) {
+      if (Shape::kClusters && lane % 16 < arguments.cluster) {
         target = address_in_peer(target, lane % 16);
         peer = address_in_peer(slots, lane % 16);
       }
-      if (kHasRoom<Plan>) asm volatile("" : "+r"(slots), "+r"(target), "+r"(peer));
-      for (int i = threadIdx.x; i < kRows * kSlots; i += blockDim.x) {
-        Slot& slot = shared.slots[i / kSlots][i % kSlots];
-        for (Pair<T>& sum : slot.sums) sum = {0, 0};
-        init_barrier(shared_address(&slot.ready), Plan::kClusters ? 1 : kWarps * kWarpArrivals);
+      if (kHasRoom<Shape>) asm volatile("" : "+r"(slots), "+r"(target), "+r"(peer));
+      for (int i = threadIdx.x; i < arguments.rows * kSlots; i += blockDim.x) {
+        init_barrier(first + i * slot_bytes() + ready_at(), Shape::kClusters ? 1 : warps * kWarpArrivals);
         fence_barrier_init();
       }
     }
   }
 
-  // For the block's `iteration`-th row.
-  __device__ void share(unsigned iteration, Pair<T> value) {
-    const unsigned slot = iteration % kSlots * static_cast<unsigned>(sizeof(Slot));
-    const T half = lanes_half_sum<Row, 32>(value);
+  // For the block's `iteration`-th row. `is_first`: whether this is the first thread of the row.
+  __device__ void share(unsigned iteration, Pair<T> value, bool is_first) {
+    const unsigned slot = iteration % kSlots * slot_bytes();
+    const T half = lanes_half_sum<Lanes, 32>(value);
     const int lane = threadIdx.x % 32;
-    if constexpr (Plan::kClusters) {
-      if (Row::rank() == 0)
-        expect_bytes(slots + slot + ready_at(), blocks * kWarps * static_cast<unsigned>(sizeof(Pair<T>)));
-      if (lane % 16 < blocks) send_to(target + slot, peer + slot + ready_at(), half);
+    if constexpr (Shape::kClusters) {
+      if (is_first) expect_bytes(slots + slot + ready_at(), ready_at());
+      if (lane % 16 < arguments.cluster) send_to(target + slot, peer + slot + ready_at(), half);
     } else {
       if (lane % 16 == 0) store_shared(target + slot, half);
       arrive_of_warp(slots + slot + ready_at());
     }
   }
   __device__ Pair<T> collect(unsigned iteration) {
-    const unsigned slot = slots + iteration % kSlots * static_cast<unsigned>(sizeof(Slot));
+    const unsigned slot = slots + iteration % kSlots * slot_bytes();
     wait_barrier(slot + ready_at(), iteration / kSlots % 2);
-    const Pair<T>* sums = shared_pointer<const Pair<T>>(slot);
-    if constexpr (!Plan::kClusters) return sum_of_warps<kWarps>(sums);
-    // The same sum in fewer steps if the other slots are empty
-    if (kMostSums > 8 && blocks * kWarps <= 8) return sum_of_cluster<8>(sums);
-    if (kMostSums > 16 && blocks * kWarps <= 16) return sum_of_cluster<16>(sums);
-    return sum_of_cluster<kMostSums>(sums);
+    const Pair<T>* found = shared_pointer<const Pair<T>>(slot);
+    return Shape::kClusters ? sum_of_warps(found, arguments.sums) : sum_of_few_warps(found, arguments.sums);
   }
 
  private:
-  __device__ static constexpr unsigned ready_at() { return static_cast<unsigned>(offsetof(Slot, ready)); }
+  __host__ __device__ static int slot_bytes_of(int sums) {
+    return sums * static_cast<int>(sizeof(Pair<T>)) + static_cast<int>(sizeof(uint64_t));
+  }
+  __device__ int slot_bytes() const { return slot_bytes_of(arguments.sums); }
+  // Of a slot's barrier, behind the sums.
+  __device__ unsigned ready_at() const { return arguments.sums * static_cast<unsigned>(sizeof(Pair<T>)); }
 };
 
 }  // namespace

@@ -300,15 +300,16 @@ __device__ __forceinline__ void store_vec_as(void* target, DType dtype, int64_t 
 // the group in which the row ends goes to the last slots, wherever it lies in the row. So the code for single elements
 // exists once, not for each vector: otherwise the code of a row did not fit into the instruction cache (H200, a forward
 // kernel of such rows, bf16, N = 4097: a quarter of the time in instruction fetch stalls).
-template <typename Plan, bool ragged>
+// `lanes` threads share them: of a row, or of a warp and its slice of a row.
+template <int vecs, int vec, int lanes, bool ragged>
 struct RegisterSlots {
-  static constexpr int kVecs = Plan::kVecs;
+  static constexpr int kVecs = vecs;
   static constexpr int kGroup = kVecs % 4 == 0 ? 4 : kVecs % 3 == 0 ? 3 : kVecs != 5 ? kVecs : 1;
-  static constexpr int kStep = Plan::kThreads * Plan::kVec;  // elements from one slot to the next
+  static constexpr int kStep = lanes * vec;  // elements from one slot to the next
   static constexpr int kMain = ragged ? kVecs - kGroup : kVecs;
   static_assert(kVecs % kGroup == 0);
 
-  int elements, left;  // of the row; and from this thread's first vector on
+  int elements, left;  // of these threads' vectors; and from this thread's first vector on
   int last = 0;        // the first vector of the group that a ragged row ends in
 
   // For the first kVecs * kStep of `elements` elements, and a thread whose vectors begin `own` elements into each step.
@@ -321,19 +322,19 @@ struct RegisterSlots {
   __device__ bool whole(int first) const { return (first + kGroup) * kStep <= elements; }
   // The number of elements that this thread has from slot v on.
   __device__ int count(int v) const {
-    if (ragged && v < kMain) return whole(v / kGroup * kGroup) ? Plan::kVec : 0;
+    if (ragged && v < kMain) return whole(v / kGroup * kGroup) ? vec : 0;
     return left - index(v) * kStep;
   }
 
-  // The number of elements in the first `vecs` vectors of `lanes` threads, the first of which is thread `first`.
-  __device__ int count_of(int vecs, int first, int lanes) const {
-    const int full = min(max(elements, 0) / kStep, vecs);
-    const int rest = full == vecs ? 0 : min(max(elements - full * kStep - first * Plan::kVec, 0), lanes * Plan::kVec);
-    return full * lanes * Plan::kVec + rest;
+  // The number of elements in the first `held` vectors of `count` threads, the first of which is thread `first`.
+  __device__ int count_of(int held, int first, int count) const {
+    const int full = min(max(elements, 0) / kStep, held);
+    const int rest = full == held ? 0 : min(max(elements - full * kStep - first * vec, 0), count * vec);
+    return full * count * vec + rest;
   }
 
   // Calls f(v, whole) for every slot that is filled in some thread; `whole` is true if all threads have whole vectors.
-  // Decided once a group, by values that are uniform over the row.
+  // Decided once a group, by values that are uniform over these threads.
   template <typename F>
   __device__ __forceinline__ void for_each(F&& f) const {
 #pragma unroll

@@ -1,0 +1,78 @@
+// Checks for every hidden size that the plans of the fused backward (csrc/cuda/launch_plan.h) hold the row: each vector
+// belongs to one warp, which has registers for it, and no warp is without work. Host code; no CUDA. Prints a line for
+// each failure, and exits with 1 if there is one.
+//
+//   c++ -std=c++17 -O1 -Icsrc tests/check_plans.cpp -o build/check_plans && build/check_plans
+#include <cstdio>
+#include <cstdlib>
+
+#include "cuda/launch_plan.h"
+
+using namespace fused_layernorm;
+
+int failures = 0, rows_checked = 0;
+
+template <typename Plan>
+void check(Plan plan, const char* ladder, int64_t hidden_size, int set, int max_cluster) {
+  const int64_t vectors = (hidden_size + Plan::kVec - 1) / Plan::kVec;
+  if (vectors > int64_t{Plan::kThreads} * Plan::kVecs * std::min(Plan::kMaxCluster, max_cluster)) return;
+  const FusedRowsPlan rows(plan, vectors, set, max_cluster);
+  using Shape = typename Plan::Shape;
+  ++rows_checked;
+  const auto expect = [&](bool holds, const char* what) {
+    if (holds) return;
+    std::printf("%s, %ld columns, clusters of up to %d: %s\n", ladder, long(hidden_size), max_cluster, what);
+    ++failures;
+  };
+  expect(rows.slice % set == 0 && int64_t{rows.slice} * rows.cluster >= vectors, "the blocks do not hold the row");
+  expect(rows.threads * rows.rows <= Shape::kConsumers, "more threads than the kernel has");
+  expect(rows.rows >= 1 && rows.rows <= Shape::kMostRows, "more rows than the kernel has");
+  if (Shape::kOneWarp) {
+    expect(rows.threads == Shape::kLanes && rows.slice <= Shape::kLanes * Shape::kVecs,
+           "the lanes do not hold the row");
+    return;
+  }
+  const int warps = rows.threads / 32, last = rows.slice - (warps - 1) * rows.warp_slice, most = 32 * Shape::kVecs;
+  expect(rows.threads % 32 == 0 && warps >= 2, "less than two warps");
+  expect(rows.warp_slice <= most && last <= most, "a warp has more vectors than registers");
+  expect(rows.warp_slice > 0 && last > 0, "a warp has no vector");
+  expect(warps <= 8 || Shape::kOneBehind, "more than eight sums without an exchange");
+}
+
+template <typename... Plans>
+void check_ladder(Ladder<Plans...> ladder, const char* name, int64_t hidden_size, int max_cluster) {
+  // The first plan that holds the row, as pick_plan() of dispatch.cuh
+  bool found = false;
+  const auto consider = [&](auto plan) {
+    using Plan = decltype(plan);
+    if (found || hidden_size > Plan::kThreads * Plan::kVecs * Plan::kVec * std::min(Plan::kMaxCluster, max_cluster))
+      return;
+    found = true;
+    check(plan, name, hidden_size, 1, max_cluster);
+    if (Plan::kVec > 2) check(plan, name, hidden_size, 2, max_cluster);
+  };
+  (consider(Plans{}), ...);
+}
+
+int main() {
+  for (const int max_cluster : {1, 8, 16})
+    for (int64_t n = 1; n <= 131072; ++n) {
+      const auto ladder = [&](auto ladder, const char* name, int elements) {
+        if (n % elements == 0) check_ladder(ladder, name, n, max_cluster);
+      };
+      ladder(BackwardLadder<uint16_t>::type{}, "plain, 16 bits", 8);
+      ladder(BackwardLadder<float>::type{}, "plain, fp32", 4);
+      ladder(LoadGradLadder<uint16_t>::type{}, "load stage, 16 bits", 8);
+      ladder(LoadGradLadder<float>::type{}, "load stage, fp32", 4);
+      ladder(EpilogueGradLadder<uint16_t>::type{}, "epilogue, 16 bits", 8);
+      ladder(EpilogueGradLadder<float>::type{}, "epilogue, fp32", 4);
+      ladder(GateGradLadder<uint16_t>::type{}, "gate, 16 bits", 8);
+      ladder(GateGradLadder<float>::type{}, "gate, fp32", 4);
+      ladder(RowGateGradLadder<uint16_t>::type{}, "row gate, 16 bits", 8);
+      ladder(RowGateGradLadder<float>::type{}, "row gate, fp32", 4);
+      ladder(RaggedBackwardLadder<uint16_t>::type{}, "ragged, 16 bits", 1);
+      ladder(RaggedBackwardLadder<float>::type{}, "ragged, fp32", 1);
+    }
+  std::printf("%d plans, %d failures\n", rows_checked, failures);
+  return failures > 0 || rows_checked == 0;
+}
