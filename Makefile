@@ -39,7 +39,7 @@ BUILT := $(VENV)/.built
 TESTED := $(VENV)/.test
 TOOLS := $(VENV)/.tools
 BUILD_INPUTS := $(wildcard csrc/* csrc/*/*) setup.py pyproject.toml $(wildcard fused_layernorm/_build/*.py)
-CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu examples/*/csrc/*)
+CXX_FILES = $(wildcard csrc/*.h csrc/*.inl csrc/*/*.* tests/*.cu tests/*.cpp examples/*/csrc/*)
 
 MODEL_TESTS := tests/test_models.py tests/test_replace.py tests/test_hf_kernels.py
 
