@@ -3,8 +3,9 @@
 // each failure, and exits with 1 if there is one.
 //
 //   c++ -std=c++17 -O1 -Icsrc tests/check_plans.cpp -o build/check_plans && build/check_plans
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
+#include <string>
 
 #include "cuda/launch_plan.h"
 
@@ -54,24 +55,25 @@ void check_ladder(Ladder<Plans...> ladder, const char* name, int64_t hidden_size
   (consider(Plans{}), ...);
 }
 
+// 16-byte rows of 16 bits and of fp32, or ragged rows, of which any number of elements is a row.
+template <template <typename> class LadderOf>
+void check_both(const char* name, int64_t hidden_size, int max_cluster, bool ragged = false) {
+  if (ragged || hidden_size % 8 == 0)
+    check_ladder(typename LadderOf<uint16_t>::type{}, (std::string(name) + ", 16 bits").c_str(), hidden_size,
+                 max_cluster);
+  if (ragged || hidden_size % 4 == 0)
+    check_ladder(typename LadderOf<float>::type{}, (std::string(name) + ", fp32").c_str(), hidden_size, max_cluster);
+}
+
 int main() {
   for (const int max_cluster : {1, 8, 16})
     for (int64_t n = 1; n <= 131072; ++n) {
-      const auto ladder = [&](auto ladder, const char* name, int elements) {
-        if (n % elements == 0) check_ladder(ladder, name, n, max_cluster);
-      };
-      ladder(BackwardLadder<uint16_t>::type{}, "plain, 16 bits", 8);
-      ladder(BackwardLadder<float>::type{}, "plain, fp32", 4);
-      ladder(LoadGradLadder<uint16_t>::type{}, "load stage, 16 bits", 8);
-      ladder(LoadGradLadder<float>::type{}, "load stage, fp32", 4);
-      ladder(EpilogueGradLadder<uint16_t>::type{}, "epilogue, 16 bits", 8);
-      ladder(EpilogueGradLadder<float>::type{}, "epilogue, fp32", 4);
-      ladder(GateGradLadder<uint16_t>::type{}, "gate, 16 bits", 8);
-      ladder(GateGradLadder<float>::type{}, "gate, fp32", 4);
-      ladder(RowGateGradLadder<uint16_t>::type{}, "row gate, 16 bits", 8);
-      ladder(RowGateGradLadder<float>::type{}, "row gate, fp32", 4);
-      ladder(RaggedBackwardLadder<uint16_t>::type{}, "ragged, 16 bits", 1);
-      ladder(RaggedBackwardLadder<float>::type{}, "ragged, fp32", 1);
+      check_both<BackwardLadder>("plain", n, max_cluster);
+      check_both<LoadGradLadder>("load stage", n, max_cluster);
+      check_both<EpilogueGradLadder>("epilogue", n, max_cluster);
+      check_both<GateGradLadder>("gate", n, max_cluster);
+      check_both<RowGateGradLadder>("row gate", n, max_cluster);
+      check_both<RaggedBackwardLadder>("ragged", n, max_cluster, true);
     }
   std::printf("%d plans, %d failures\n", rows_checked, failures);
   return failures > 0 || rows_checked == 0;
