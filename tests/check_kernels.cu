@@ -163,7 +163,8 @@ struct Case {
   bool adds_y = false, rounds_x_hat = false;  // adds_y: has_residual without load
   bool has_next = false;                      // with adds_y
   bool first_is_far = false;                  // x's first element, in three rows
-  bool has_row_gate = false, gates_y = true;  // of times only
+  bool has_row_gate = false, gates_y = true;
+  Activation gate_activation = Activation::kSilu;
   Layout layout = kDense;
 };
 
@@ -273,6 +274,7 @@ double activated(Activation a, double u) {
     case Activation::kGelu: return u * 0.5 * std::erfc(-u * 0.70710678118654752440);
     case Activation::kGeluTanh: return 0.5 * u * (1 + std::tanh(0.79788456080286535588 * (u + 0.044715 * u * u * u)));
     case Activation::kSilu: return u / (1 + std::exp(-u));
+    case Activation::kSigmoid: return 1 / (1 + std::exp(-u));
     default: return u;
   }
 }
@@ -288,6 +290,10 @@ double slope(Activation a, double u) {
     case Activation::kSilu: {
       const double s = 1 / (1 + std::exp(-u));
       return s + u * s * (1 - s);
+    }
+    case Activation::kSigmoid: {
+      const double s = 1 / (1 + std::exp(-u));
+      return s * (1 - s);
     }
     default: return 1;
   }
@@ -360,11 +366,13 @@ void run(const Case& c) {
   const Tensor x = make_rows(t.x, rows, n, in_layout, [&](int64_t r, int64_t i) {
     return noise(1, r * n + i) + 0.5 + (c.first_is_far && i == 0 && r % 3 == 1 && r < 9 ? 100 : 0);
   });
-  Tensor residual, gate, weight, bias, gro;
+  Tensor residual, gate, weight, bias, gro, row_gate;
   if (c.has_residual)
     residual = make_rows(t.residual, rows, n, in_layout,
                          [&](int64_t r, int64_t i) { return 0.7 * noise(2, r * n + i) - 0.2; });
   if (c.has_gro) gro = make_rows(t.gro, rows, n, in_layout, [&](int64_t r, int64_t i) { return noise(7, r * n + i); });
+  if (c.has_row_gate)
+    row_gate = make_rows(t.x, rows, n, in_layout, [&](int64_t r, int64_t i) { return 2 * noise(8, r * n + i); });
   const auto parameter = [&](DType dtype, uint64_t seed, double mean, int64_t& stride) {
     const int64_t vec = 16 / dtype_bytes(dtype), padded = (n + vec - 1) / vec * vec + vec;
     stride = padded;
@@ -392,6 +400,7 @@ void run(const Case& c) {
     s.gate_stride = gate_stride;
     s.weight_offset = c.has_weight ? c.weight_offset : 0;
     s.is_rms_norm = c.rms;
+    s.gate_activation = c.gate_activation, s.gates_y = c.has_row_gate && c.gates_y;
   };
   set_stages(f);
   Result y, z, rstd, mean, tail, next_y, next_rstd;
@@ -410,6 +419,7 @@ void run(const Case& c) {
   };
   f.x = x.data, f.residual = residual.data, f.gate = gate.data, f.weight = weight.data, f.bias = bias.data;
   f.x_strides = x.strides, f.residual_strides = residual.strides;
+  f.row_gate = row_gate.data, f.row_gate_strides = row_gate.strides, f.row_gate_dtype = t.x;
   f.hidden_size = n, f.eps = c.eps;
   f.x_dtype = t.x, f.residual_dtype = t.residual, f.z_dtype = c.load ? t.z : t.x, f.weight_dtype = t.weight,
   f.y_dtype = t.y;
@@ -438,6 +448,15 @@ void run(const Case& c) {
     compare(c, "residual_out", z, want, error);
     z_of = z.values(c, "residual_out");
   }
+  // The gate's activation, where it multiplies y and where it multiplies x, and what its approximation may cost
+  const auto factor_of = [&](bool gates_y, int64_t at) {
+    return c.has_row_gate && c.gates_y == gates_y ? activated(c.gate_activation, row_gate.values[at]) : 1.0;
+  };
+  const auto factor_error = [&](bool gates_y, int64_t at) {
+    return c.has_row_gate && c.gates_y == gates_y ? e_sum * (std::fabs(factor_of(gates_y, at)) + 0.1) : 0.0;
+  };
+  if (c.has_row_gate && !c.gates_y)
+    for (int64_t at = 0; at < rows * n; ++at) z_of[at] *= factor_of(false, at);
   const auto w = [&](int64_t r, int64_t i) {
     return c.has_weight ? weight.values[r / rows_each * weight_stride + i] + c.weight_offset : 1.0;
   };
@@ -458,12 +477,15 @@ void run(const Case& c) {
       const int64_t at = r * n + i;
       x_hat[at] = (z_of[at] - m) * rstds[r];
       u[at] = x_hat[at] * w(r, i) + b(r, i);
-      want[at] = activated(c.activation, u[at]) + (c.adds_y ? residual.values[at] : 0);
+      want[at] = activated(c.activation, u[at]) * factor_of(true, at) + (c.adds_y ? residual.values[at] : 0);
       // The roundings to a 16-bit z: that of x_hat, and that of the product. tests/test_fusions.py has their bits
       const double least = f.z_dtype == DType::kFloat16 ? 0x1p-25 * (1 + std::fabs(w(r, i))) : 0;  // of subnormals
       const double e_rounded = c.rounds_x_hat ? 2.5 * (unit(f.z_dtype) * std::fabs(u[at]) + least) : 0;  // silu: 1.1
       error[at] = e_rounded + e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) +
                                        std::fabs(b(r, i)) + std::fabs(want[at]));
+      if (c.has_row_gate)
+        error[at] = error[at] * std::fabs(factor_of(true, at)) + std::fabs(u[at]) * factor_error(true, at) +
+                    std::fabs(x.values[at] * rstds[r] * w(r, i)) * factor_error(false, at);
       if (c.drops_y) want[at] = is_kept(c, r, i) ? want[at] * scale : 0, error[at] *= scale;
     }
   });
@@ -526,6 +548,7 @@ void run(const Case& c) {
   p.z_dtype = c.z_is_y ? t.y : c.load ? t.z : t.x;
   if (c.has_gate) p.x = x.data;
   p.x_strides = x.strides;
+  p.row_gate = row_gate.data, p.row_gate_strides = row_gate.strides, p.row_gate_dtype = t.x;
   p.gate = gate.data, p.weight = weight.data, p.bias = bias.data;
   p.rstd = rstd_all.data, p.mean = c.z_is_y ? nullptr : mean_all.data, p.mean_tail = c.z_is_y ? nullptr : tail_all.data;
   p.hidden_size = n;
@@ -534,13 +557,14 @@ void run(const Case& c) {
   p.grad_weight_dtype = c.accumulate ? DType::kFloat32 : t.gw;
   p.grad_bias_dtype = c.accumulate ? DType::kFloat32 : t.gb;
   p.stats_grad = c.stats_grad, p.accumulate = c.accumulate, p.z_is_y = c.z_is_y;
-  Result grad_x, grad_residual, grad_gate, grad_weight, grad_bias;
+  Result grad_x, grad_residual, grad_gate, grad_row_gate, grad_weight, grad_bias;
   Values start(parts * n);
   for (int64_t i = 0; i < parts * n; ++i) start[i] = c.accumulate ? static_cast<float>(noise(9, i)) : 0;
   const auto make_backward = [&](int64_t rows) {
-    grad_x = grad_residual = grad_gate = grad_weight = grad_bias = Result();
+    grad_x = grad_residual = grad_gate = grad_row_gate = grad_weight = grad_bias = Result();
     if (c.wants_x) grad_x.make(t.x, rows * n);
     if (c.wants_residual) grad_residual.make(t.residual, rows * n);
+    if (c.has_row_gate && c.wants_gate) grad_row_gate.make(t.x, rows * n);
     if (c.has_gate && c.wants_gate) grad_gate.make(t.gg, parts * n);
     if (c.has_weight && c.wants_weight) grad_weight.make(p.grad_weight_dtype, parts * n);
     if (c.has_bias && c.wants_bias) grad_bias.make(p.grad_bias_dtype, parts * n);
@@ -550,7 +574,7 @@ void run(const Case& c) {
       upload(sum->data, host.data(), 4 * parts * n);
     }
     p.grad_input = grad_x.data, p.grad_residual = grad_residual.data, p.grad_gate = grad_gate.data;
-    p.grad_weight = grad_weight.data, p.grad_bias = grad_bias.data;
+    p.grad_weight = grad_weight.data, p.grad_bias = grad_bias.data, p.grad_row_gate = grad_row_gate.data;
     p.rows = rows;
   };
   make_backward(rows);
@@ -566,19 +590,20 @@ void run(const Case& c) {
     const Values y_of = y_all.values(c, "y");
     for (int64_t at = 0; at < rows * n; ++at) x_hat[at] = (y_of[at] - b(at / n, at % n)) / w(at / n, at % n);
   }
-  Values grad_u(rows * n), grad_z(rows * n), z_error(rows * n), want_x(rows * n), x_error(rows * n), u_error(rows * n);
+  Values grad_u(rows * n), grad_z(rows * n), z_error(rows * n), want_x(rows * n), x_error(rows * n), u_error(rows * n),
+      want_gate(rows * n), gate_error(rows * n);
   parallel(rows, [&](int64_t r) {
     double c1 = 0, c2 = 0, a1 = 0, a2 = 0, extra = 0;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = r * n + i;
-      double g = go.values[at] * slope(c.activation, u[at]);
+      double g = go.values[at] * slope(c.activation, u[at]) * factor_of(true, at);
       double most = std::fabs(go.values[at]);
       if (c.drops_y) g = is_kept(c, r, i) ? g * scale : 0, most *= scale;
       grad_u[at] = g;
       // A relu whose u is about 0
       u_error[at] = c.activation == Activation::kRelu && std::fabs(u[at]) < 1e-4
                         ? most
-                        : e * (std::fabs(g) + 0.02 * (c.activation != Activation::kNone) * most);
+                        : e * (std::fabs(g) + 0.02 * (c.activation != Activation::kNone || c.has_row_gate) * most);
       const double wdy = w(r, i) * g;
       c1 += x_hat[at] * wdy, c2 += wdy;
       a1 += std::fabs(x_hat[at] * wdy), a2 += std::fabs(wdy);
@@ -593,14 +618,27 @@ void run(const Case& c) {
       z_error[at] = rstds[r] * (std::fabs(w(r, i)) * u_error[at] + e * (std::fabs(wdy) + h * a1 + a2) +
                                 (1 + h) * extra * 0.25 + e_sum * (1 + std::fabs(means[r]) * rstds[r]) * a1) +
                     e * std::fabs(skip);
-      double factor = c.has_gate ? gate.values[r / rows_each * gate_stride + i] : 1;
+      double factor = c.has_gate ? gate.values[r / rows_each * gate_stride + i] : factor_of(false, at);
+      if (c.has_row_gate) {
+        const double other = c.gates_y ? u[at] : x.values[at], product = c.gates_y ? go.values[at] : grad_z[at];
+        const double s = slope(c.gate_activation, row_gate.values[at]);
+        const double product_error = c.gates_y ? 0 : z_error[at];
+        const double s_error = e * (std::fabs(s) + 0.1);
+        const double other_error =
+            c.gates_y ? e * (std::fabs(x_hat[at] * w(r, i)) + std::fabs(b(r, i)) + std::fabs(w(r, i))) : 0;
+        want_gate[at] = product * other * s;
+        gate_error[at] = product_error * std::fabs(other * s) + std::fabs(product * other) * s_error +
+                         std::fabs(product * s) * other_error;
+      }
       if (c.drops_x) factor = is_kept(c, r, i) ? factor * scale : 0;
       want_x[at] = factor * grad_z[at];
-      x_error[at] = std::fabs(factor) * (z_error[at] + (is_composed && c.has_gate ? e * std::fabs(grad_z[at]) : 0));
+      x_error[at] = std::fabs(factor) * (z_error[at] + (is_composed && c.has_gate ? e * std::fabs(grad_z[at]) : 0)) +
+                    std::fabs(grad_z[at]) * factor_error(false, at);
     }
   });
   compare(c, "grad_input", grad_x, want_x, x_error);
   compare(c, "grad_residual", grad_residual, grad_z, z_error);
+  compare(c, "grad_row_gate", grad_row_gate, want_gate, gate_error);
   Values sums[3], errors[3];
   for (int k = 0; k < 3; ++k) sums[k] = k < 2 ? start : Values(parts * n), errors[k].resize(parts * n);
   parallel(parts * ((n + 63) / 64), [&](int64_t job) {
@@ -623,13 +661,14 @@ void run(const Case& c) {
   compare(c, "grad_bias", grad_bias, sums[1], errors[1]);
   compare(c, "grad_gate", grad_gate, sums[2], errors[2]);
   if (c.segments <= 1 && (c.wants_x || c.wants_residual)) {
-    const Result all_x = grad_x, all_residual = grad_residual;
+    const Result all_x = grad_x, all_residual = grad_residual, all_gate = grad_row_gate;
     make_backward(fewer);
     if (const int error = run_backward(p))
       return fail(c, "backward of fewer rows: CUDA error " + std::to_string(error));
     finish(c.name.c_str());
     same_bits(c, "grad_input", all_x, grad_x, fewer * n);
     same_bits(c, "grad_residual", all_residual, grad_residual, fewer * n);
+    same_bits(c, "grad_row_gate", all_gate, grad_row_gate, fewer * n);
   }
 }
 
@@ -801,6 +840,21 @@ const Feature kFeatures[] = {
      [](Case& c) {
        c.load = c.has_residual = c.wants_residual = true, c.activation = Activation::kGelu, c.layout = kGroups;
      }},
+    {"row gate", [](Case& c) { c.has_row_gate = true; }},
+    {"row gate first, no bias", [](Case& c) { c.has_row_gate = true, c.gates_y = c.has_bias = false; }},
+    {"row gate, sigmoid, offset, padded",
+     [](Case& c) {
+       c.has_row_gate = true, c.gate_activation = Activation::kSigmoid, c.weight_offset = 1, c.layout = kPadded;
+     }},
+    {"row gate first, gelu, groups, accumulate",
+     [](Case& c) {
+       c.has_row_gate = c.accumulate = true, c.gates_y = false, c.gate_activation = Activation::kGelu;
+       c.layout = kGroups;
+     }},
+    {"row gate, segments, gelu_tanh",
+     [](Case& c) { c.has_row_gate = true, c.gate_activation = Activation::kGeluTanh, c.segments = 4; }},
+    {"row gate, no weight, its gradient alone",
+     [](Case& c) { c.has_row_gate = true, c.has_weight = c.wants_x = c.wants_bias = false; }},
     {"from y, padded", [](Case& c) { c.z_is_y = true, c.layout = kPadded; }},
     {"from y", [](Case& c) { c.z_is_y = true; }},
     {"from y, offset, no bias", [](Case& c) { c.z_is_y = true, c.has_bias = false, c.weight_offset = 1; }},
@@ -1229,6 +1283,8 @@ int main(int argc, char** argv) {
          c.load = c.has_residual = c.has_gro = c.wants_residual = true, c.activation = Activation::kGelu;
        }},
       {"from y", [](Case& c) { c.z_is_y = true; }},
+      {"row gate", [](Case& c) { c.has_row_gate = true; }},
+      {"row gate first, no bias", [](Case& c) { c.has_row_gate = true, c.gates_y = c.has_bias = false; }},
   };
   for (const int64_t n : {40,   200,  264,  513,  640,  776,  900,  1153, 1400,  1537, 1800,
                           2304, 2600, 3073, 3600, 5000, 7001, 8193, 9000, 12345, 40000})
