@@ -14,10 +14,10 @@ using namespace fused_layernorm;
 int failures = 0, rows_checked = 0;
 
 template <typename Plan>
-void check(Plan plan, const char* ladder, int64_t hidden_size, int set, int max_cluster) {
+void check(Plan plan, const char* ladder, int64_t hidden_size, int set, int max_cluster, int element_bytes) {
   const int64_t vectors = (hidden_size + Plan::kVec - 1) / Plan::kVec;
   if (vectors > int64_t{Plan::kThreads} * Plan::kVecs * std::min(Plan::kMaxCluster, max_cluster)) return;
-  const FusedRowsPlan rows(plan, vectors, set, max_cluster);
+  const FusedRowsPlan rows(plan, vectors, set, max_cluster, element_bytes);
   using Shape = typename Plan::Shape;
   ++rows_checked;
   const auto expect = [&](bool holds, const char* what) {
@@ -37,7 +37,7 @@ void check(Plan plan, const char* ladder, int64_t hidden_size, int set, int max_
   expect(rows.threads % 32 == 0 && warps >= 2, "less than two warps");
   expect(rows.warp_slice <= most && last <= most, "a warp has more vectors than registers");
   expect(rows.warp_slice > 0 && last > 0, "a warp has no vector");
-  expect(warps <= 8 || Shape::kOneBehind, "more than eight sums without an exchange");
+  expect(warps <= 8 || Shape::kClusters, "more than eight sums in a block without a cluster");
 }
 
 template <typename... Plans>
@@ -49,8 +49,10 @@ void check_ladder(Ladder<Plans...> ladder, const char* name, int64_t hidden_size
     if (found || hidden_size > Plan::kThreads * Plan::kVecs * Plan::kVec * std::min(Plan::kMaxCluster, max_cluster))
       return;
     found = true;
-    check(plan, name, hidden_size, 1, max_cluster);
-    if (Plan::kVec > 2) check(plan, name, hidden_size, 2, max_cluster);
+    for (const int element_bytes : {0, 6, 20}) {
+      check(plan, name, hidden_size, 1, max_cluster, element_bytes);
+      if (Plan::kVec > 2) check(plan, name, hidden_size, 2, max_cluster, element_bytes);
+    }
   };
   (consider(Plans{}), ...);
 }

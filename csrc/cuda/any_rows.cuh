@@ -185,11 +185,10 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
     if (kHeld > 3) optimization_barrier(z);
 
     // Calls store(y, column) for each vector of y = x_hat * (weight + offset) + bias, of weights of one type
-    const auto store_by = [&](auto type, auto rounds, auto has_epilogue, auto&& store) {
+    const auto store_by = [&](auto type, auto rounds, auto&& store) {
       using T = decltype(type);
       // Weights that are loaded at once (128 segments, 4096 columns: 156 us, vector by vector 187)
-      constexpr int kTogether = (kHeld == 8 ? 4 : kHeld % 3 == 0 ? 3 : 2) / (sizeof(T) > sizeof(scalar_t) ? 2 : 1);
-      constexpr int kBatch = decltype(has_epilogue)::value ? 1 : kTogether;
+      constexpr int kBatch = (kHeld == 8 ? 4 : kHeld % 3 == 0 ? 3 : 2) / (sizeof(T) > sizeof(scalar_t) ? 2 : 1);
 #pragma unroll
       for (int from = 0; from < kHeld; from += kBatch) {
         asm volatile("" ::: "memory");  // else loads of several batches at once would spill
@@ -214,8 +213,8 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
         });
       }
     };
-    const auto store_all = [&](auto has_epilogue, auto&& store) {
-      if (kColumns == 0 && !params.weight && !params.bias) {
+    const auto store_all = [&](auto&& store) {
+      if (!params.weight && !params.bias) {
         for_each([&](int held, int col) {
           float y[kVec];
           unpack(z[held], y);
@@ -227,9 +226,9 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
       }
       with_type_beside<scalar_t>(params.weight_dtype, [&](auto type) {
         if constexpr (sizeof(scalar_t) == 2) {
-          if (kColumns == 0 && params.rounds_x_hat) return store_by(type, std::true_type(), has_epilogue, store);
+          if (params.rounds_x_hat) return store_by(type, std::true_type(), store);
         }
-        store_by(type, std::false_type(), has_epilogue, store);
+        store_by(type, std::false_type(), store);
       });
     };
     const bool is_same = kColumns > 0 || params.y_dtype == dtype_of<scalar_t>;
@@ -241,7 +240,7 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
       }
     };
     if constexpr (stages != Stages::kLoadAndEpilogue) {
-      store_all(std::false_type(), store_vector);
+      store_all(store_vector);
     } else {
       constexpr bool kQuick = sizeof(scalar_t) == 2;
       const Activation activation = params.epilogue.activation;
@@ -260,7 +259,22 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
         }
       }
       const RowDropout<float> dropout(params.epilogue.dropout, row);
-      store_all(std::true_type(), [&](float (&y)[kVec], int col) {
+      // A vector at a time, and the types of its weights run-time values: code for each type and activation would be
+      // five times as much
+      for_each([&](int held, int col) {
+        asm volatile("" ::: "memory");
+        ParameterWords<kVec> weight, bias;
+        weight.template load<scalar_t>(params.weight, params.weight_dtype, at + col, 1);
+        bias.template load<scalar_t>(params.bias, params.weight_dtype, at + col, -0.f);
+        float y[kVec], scale[kVec], offset[kVec];
+        unpack(z[held], y);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] = norm.x_hat(y[i]);
+        if (sizeof(scalar_t) == 2 && kColumns == 0 && params.rounds_x_hat) unpack(pack<scalar_t>(y), y);
+        weight.template widen<scalar_t>(scale, params.weight_dtype);
+        bias.template widen<scalar_t>(offset, params.weight_dtype);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] = fma(y[i], scale[i] + params.weight_offset, offset[i]);
         with_activation(activation, [&](auto which) { activate<kQuick>(y, which); });
         if (drops) dropout.apply(y, col);
         store_vector(y, col);

@@ -845,7 +845,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, Shape::kBlocksPerSm)
 // What is known of a fused kernel on a device, queried once: its own shared memory; and the number of clusters of each
 // size that run at once with 1, 2, ... blocks an SM.
 struct KernelFacts {
-  int own_bytes = 0;
+  std::atomic<int> own_bytes{0};
   std::atomic<int> clusters[3][kMaxCluster + 1]{};
 };
 
@@ -902,6 +902,15 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
   return arguments;
 }
 
+// Bytes that are read and written for an element of x.
+int element_bytes(const KernelBackwardParams& params, const GradStages& stages) {
+  const int wide = dtype_bytes(params.x_dtype), narrow = dtype_bytes(stages.grad_output_dtype);
+  return wide + 2 * narrow + (stages.has_load_stage || stages.row_gate.gate ? 2 * wide : 0) +
+         (stages.gate ? narrow : 0);
+}
+// Whether memory decides how long rows take, not instructions.
+constexpr bool memory_decides(Family family) { return family == Family::kLoad || family == Family::kGate; }
+
 template <typename scalar_t, typename Shape, Family family>
 cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages& stages, const DeviceFacts& device,
                            const FusedRowsPlan& plan, FusedCall& call) {
@@ -930,8 +939,8 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
   const int consumers = plan.threads * plan.rows;
   arguments.sums = plan.cluster * plan.threads / 32;
   const int more = kKept + Exchange::bytes_of(arguments.sums, plan.rows);
-  const int64_t row_bytes = plan.rows * params.hidden_size * tensors * static_cast<int64_t>(sizeof(scalar_t));
-  const int most_depth = row_bytes > kMostThirdSlotBytes<Shape> ? 2 : kFusedDepth<Shape>;
+  const int64_t iteration_bytes = int64_t{plan.rows} * arguments.slice * element_bytes(params, stages);
+  const int most_depth = kFusedDepth<Shape> - (iteration_bytes > most_deep_slot_bytes<Shape>(memory_decides(family)));
   // Consumers that take turns as producer refill a slot kLag behind
   constexpr int kLeastDepth = 2 + Shape::kOneBehind;
   using Ring = RowRing<scalar_t, Shape, Work<scalar_t, Path::kPlain>>;
@@ -976,8 +985,10 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   // Slices are whole 16-byte words of narrower tensors too, and with vectors of 8 bytes
   const bool is_narrow = stages.grad_output_dtype != params.x_dtype;
   const int64_t vectors = vecs_of<Plan::kVec>(params.hidden_size);
-  const FusedRowsPlan plan(Plan{}, vectors, is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1,
-                           device.max_cluster);
+  using Shape = typename Plan::Shape;
+  const bool limits_rows = memory_decides(family) && !(sizeof(scalar_t) == 4 && Shape::kOneBehind && stages.any());
+  const FusedRowsPlan plan(Plan{}, vectors, is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1, device.max_cluster,
+                           limits_rows ? element_bytes(params, stages) : 0);
   // Rows longer than a block holds go to a cluster, whatever the number of rows, so that the order of a row's sums is
   // fixed
   if (vectors > static_cast<int64_t>(plan.cluster) * Plan::kThreads * Plan::kVecs) return cudaSuccess;
@@ -988,7 +999,7 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
                                             : (params.grad_weight || params.grad_bias) && !small;
     if (!params.grad_input || !wanted) return cudaSuccess;
   }
-  return fused_by_shape<scalar_t, typename Plan::Shape, family>(params, stages, device, plan, call);
+  return fused_by_shape<scalar_t, Shape, family>(params, stages, device, plan, call);
 }
 
 }  // namespace

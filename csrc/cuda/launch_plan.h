@@ -233,27 +233,47 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
                               (max_cluster > 1), kHasProducer>;
 };
 
+// Plans for rows that are not whole 16-byte vectors, and for fp64. Instructions decide how long they take.
+template <typename Plan>
+constexpr bool kReadsElements = Plan::kVec <= 2;
+
+// The most bytes that one iteration of an SM reads and writes, where memory decides (rows of whole vectors without row
+// gate or epilogue; but not fp32 with stages where rows are finished one behind): with more rows at a time it takes
+// longer. H200, bf16 with a residual, x of 256 MiB: 1024 columns by five rows 323 us, six 344; 4096 by one row 322, by
+// a cluster of two and two rows 322, three 346; fp32 with a residual: 2048 by one row 321, two 342. The same on an H100
+// (bf16 with a residual, 3072 columns by one row 453, two 476). By several blocks, rows of a warp: 256 columns by three
+// blocks of five rows 323, seven 343; 384 by two blocks of five 322, seven 334; fp32 LayerNorm of 256 by three blocks
+// of four 200, seven 207.
+constexpr int64_t most_iteration_bytes(int blocks_per_sm) { return (blocks_per_sm > 1 ? 42 : 54) * 1024; }
+
 // How a block, or a cluster, shares rows of `vectors` vectors: the least warps that hold a row, and as many rows as the
-// warps of the plan then hold. The vectors of a block and of a warp are adjacent, so that the addresses of a thread's
-// vectors differ by constants.
+// warps of the plan then hold, within most_iteration_bytes(). element_bytes: what is read and written for an element;
+// 0: no limit. The vectors of a block and of a warp are adjacent, so that the addresses of a thread's vectors differ by
+// constants.
 struct FusedRowsPlan {
   int cluster, slice, warp_slice;  // vectors of a block, a multiple of `set`; of a warp, and the last one has the rest
   int threads, rows;
 
   template <typename Plan>
-  FusedRowsPlan(Plan, int64_t vectors, int set, int max_cluster) {
+  FusedRowsPlan(Plan, int64_t vectors, int set, int max_cluster, int element_bytes = 0) {
     const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
     cluster = cluster_for<Plan>(vectors, max_cluster);
     slice = ceil_div(vectors, cluster * set) * set;
     warp_slice = slice;
     threads = Plan::kThreads;
     rows = 32 * Plan::kWarps / threads;
+    constexpr int kMost = 32 * Plan::kVecs;                    // of a warp
+    constexpr int kUnit = kReadsElements<Plan> ? 4 * 32 : 32;  // what RegisterSlots skips, or takes whole
+    const int most_warps = ceil_div(threads, 32);
+    if (threads > 32) rows = Plan::kWarps / std::clamp(ceil_div(slice, kMost), 2, most_warps);
+    if (element_bytes > 0 && threads >= 32 && !kReadsElements<Plan>) {
+      constexpr int kBlocks = Plan::Shape::kBlocksPerSm;
+      const int64_t row_bytes = int64_t{slice} * Plan::kVec * element_bytes;
+      rows = static_cast<int>(std::clamp<int64_t>(most_iteration_bytes(kBlocks) / (kBlocks * row_bytes), 1, rows));
+    }
     if (threads <= 32) return;
-    constexpr int kMost = 32 * Plan::kVecs;               // of a warp
-    constexpr int kUnit = Plan::kVec <= 2 ? 4 * 32 : 32;  // what RegisterSlots skips, or takes whole
-    rows = Plan::kWarps / std::clamp(ceil_div(slice, kMost), 2, threads / 32);
     // Warps that are left over make the parts smaller, unless there would be a warp without a part
-    int warps = std::min(Plan::kWarps / rows, threads / 32);
+    int warps = std::min(Plan::kWarps / rows, most_warps);
     warp_slice = std::min(ceil_div(slice, warps * kUnit) * kUnit, kMost);
     warps = std::clamp(ceil_div(slice, warp_slice), 2, warps);
     threads = 32 * warps;
@@ -276,72 +296,68 @@ constexpr int kPaceLooks = 32;
 constexpr unsigned kPaceNanoseconds = 100;
 constexpr unsigned kPaceNever = 1u << 30;  // credit of a block that goes on unpaced
 
-// One ladder for both strategies, so that grad_input has the same bits with either. Rows and blocks were tuned at the
+// One ladder for both strategies, so that grad_input has the same bits with either. Warps and blocks were tuned at the
 // size of each plan; neighbouring values lost 2 to 10%. Empty slots cost time (H200, part of the copy without and with
-// a plan for the size: bf16 4608 columns 0.89 and 0.99, fp32 2304 0.77 and 0.96, 5120 0.87 and 0.96).
+// a plan for the size: bf16 4608 columns 0.89 and 0.99, fp32 2304 0.77 and 0.96, 5120 0.87 and 0.96). The plan for one
+// block of up to 8192 (fp32: 4096) columns is for cards without clusters.
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 12, 1>, BackwardPlan<96, 2, 8, 15, 1>,
-                      BackwardPlan<64, 4, 8, 6, 1>, BackwardPlan<64, 3, 8, 10, 1, 2>, BackwardPlan<64, 4, 8, 6, 1, 2>,
-                      BackwardPlan<64, 3, 8, 10, 1, 3>, BackwardPlan<64, 4, 8, 8, 1, 4>, BackwardPlan<256, 4, 8, 8, 1>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<224, 2, 8, 15, 1>, BackwardPlan<64, 4, 8, 6, 1, 2>,
+                      BackwardPlan<80, 4, 8, 10, 1, 2>, BackwardPlan<64, 4, 8, 8, 1, 4>, BackwardPlan<256, 4, 8, 8, 1>,
                       BackwardPlan<128, 4, 8, 8, 1, 16>, BackwardPlan<256, 4, 8, 8, 1, 16>>;
 };
 template <>
 struct BackwardLadder<float> {
-  using type = Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<128, 4, 4, 8, 1>,
-                      BackwardPlan<192, 4, 4, 12, 1>, BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<160, 4, 4, 15, 1, 2>,
-                      BackwardPlan<128, 4, 4, 8, 1, 4>, BackwardPlan<160, 4, 4, 15, 1, 4>,
-                      BackwardPlan<256, 4, 4, 8, 1, 16>, BackwardPlan<256, 8, 4, 8, 1, 16>>;
+  using type =
+      Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<96, 2, 4, 15, 1>, BackwardPlan<128, 4, 4, 8, 1>,
+             BackwardPlan<128, 4, 4, 12, 1, 2>, BackwardPlan<96, 4, 4, 12, 1, 4>, BackwardPlan<128, 4, 4, 12, 1, 4>,
+             BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 12, 1, 16>, BackwardPlan<256, 8, 4, 8, 1, 16>>;
 };
 template <>
 struct BackwardLadder<double> {
   using type = Ladder<BackwardPlan<32, 4, 1, 1, 1>, BackwardPlan<512, 4, 1, 16, 1>>;
 };
 
-// With a load stage: a fourth and a fifth tensor take instructions, so more warps with fewer columns a thread, from
-// 2048 columns on (8192: 274 us with the plans above, 264 with these). Four vectors in clusters are for the plain norm
-// only: with both paths that kernel has 110 KB of code, not 63, and waits for instructions even in its loop of 10 KB
-// (H200, LayerNorm of 2048 x 4096: 31 us, 23).
+// With a load stage: two more tensors, so fewer rows at a time (most_iteration_bytes()). Its kernels for clusters have
+// no other path: with the plain norm's that kernel has 110 KB of code, not 63, and waits for instructions even in its
+// loop of 10 KB (H200, LayerNorm of 2048 x 4096, bf16: 31 us, 23; fp32 of 8192 columns 205 us, 196).
 template <typename scalar_t>
 struct LoadGradLadder {
-  using type =
-      Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-             BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<64, 2, 8, 12, 1>, BackwardPlan<64, 3, 8, 8, 1>,
-             BackwardPlan<128, 2, 8, 8, 1>, BackwardPlan<128, 2, 8, 12, 1, 16>, BackwardPlan<256, 2, 8, 12, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<256, 2, 8, 10, 1>, BackwardPlan<128, 2, 8, 12, 1, 16>,
+                      BackwardPlan<256, 2, 8, 12, 1, 16>>;
 };
 template <>
 struct LoadGradLadder<float> {
-  using type =
-      Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<128, 4, 4, 8, 1>,
-             BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<128, 4, 4, 8, 1, 4>, BackwardPlan<256, 4, 4, 8, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
+                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<160, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 8, 1>,
+                      BackwardPlan<128, 4, 4, 8, 1, 4>, BackwardPlan<256, 4, 4, 8, 1, 16>>;
 };
 
 // With an epilogue, whose gradient takes instructions: 16 elements a thread, and as many warps as registers allow and
-// rows fill, 12 to 15 beside the producer; above 3072 columns 16 warps that take turns as producer, in clusters half as
-// large (4096 to 16384: 2 to 9%).
+// rows fill, 12 to 15 beside the producer; above 3072 columns also 16 warps that take turns as producer, in clusters
+// half as large (4096 to 16384: 2 to 9%).
 template <typename scalar_t>
 struct EpilogueGradLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 3>,
                       BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<96, 1, 8, 18, 1>, BackwardPlan<64, 2, 8, 14, 1>,
-                      BackwardPlan<96, 3, 4, 15, 1>, BackwardPlan<160, 2, 8, 15, 1>, BackwardPlan<96, 2, 8, 15, 1, 2>,
-                      BackwardPlan<256, 2, 8, 16, 1>, BackwardPlan<160, 2, 8, 15, 1, 2>,
-                      BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<256, 2, 8, 16, 1, 16>>;
+                      BackwardPlan<96, 3, 4, 15, 1>, BackwardPlan<192, 2, 8, 15, 1>, BackwardPlan<256, 2, 8, 16, 1>,
+                      BackwardPlan<192, 2, 8, 15, 1, 2>, BackwardPlan<256, 2, 8, 16, 1, 16>>;
 };
 template <>
 struct EpilogueGradLadder<float> {
   using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 18, 1>,
-                      BackwardPlan<128, 4, 4, 8, 1, 16>>;
+                      BackwardPlan<128, 4, 4, 9, 1, 2>, BackwardPlan<256, 4, 4, 9, 1, 16>>;
 };
 
-// With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows (3 to 7%).
+// With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows.
 template <typename scalar_t>
 struct GateGradLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 2>,
-                      BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<64, 2, 8, 6, 1>, BackwardPlan<128, 2, 8, 9, 1>,
-                      BackwardPlan<128, 2, 8, 8, 1, 16>>;
+                      BackwardPlan<32, 2, 8, 7, 1>, BackwardPlan<256, 2, 8, 10, 1>, BackwardPlan<160, 2, 8, 10, 1, 2>,
+                      BackwardPlan<128, 2, 8, 8, 1, 4>, BackwardPlan<256, 2, 8, 8, 1, 16>>;
 };
 template <>
 struct GateGradLadder<float> {
@@ -352,23 +368,21 @@ struct GateGradLadder<float> {
 // With a row gate, whose activation is a third of the instructions. Up to 2048 columns eight elements a thread, for
 // more warps (two vectors of four at 2048, where warps that take turns as producer hold up the rest). Longer rows by
 // clusters with several rows at once, so that a warp seldom waits for the sums of another block. Empty slots cost their
-// share of the time. H200, bf16, silu, part of the copy, before (one row a block of up to 512 threads, or a cluster of
-// these) and by these plans: 768 0.78, 0.99; 1280 0.80, 0.99; 2560 0.74, 0.97; 3072 0.85, 0.97; 5120 0.70, 0.98; 8192
-// 0.86, 0.97; 10240 0.62, 0.96; 16384 0.79, 0.94. 64 columns (0.85) are short of warps: three blocks an SM leave 80
-// registers and spill.
+// share of the time. H200, bf16, silu, us by the number of rows: 2560 columns four 347, five 335; 3072 339, 354. 64
+// columns (0.85 of the copy) are short of warps: three blocks an SM leave 80 registers and spill.
 template <typename scalar_t>
 struct RowGateGradLadder {
   using type =
       Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 2>,
              BackwardPlan<64, 1, 8, 12, 1>, BackwardPlan<192, 1, 8, 15, 1>, BackwardPlan<256, 2, 4, 16, 1>,
-             BackwardPlan<192, 2, 4, 20, 1, 2>, BackwardPlan<128, 2, 8, 16, 1, 2>, BackwardPlan<320, 2, 4, 20, 1, 2>,
-             BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<128, 2, 8, 12, 1, 4>, BackwardPlan<160, 2, 8, 15, 1, 4>,
+             BackwardPlan<96, 2, 8, 12, 1, 2>, BackwardPlan<128, 2, 8, 16, 1, 2>, BackwardPlan<160, 2, 8, 16, 1, 2>,
+             BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<128, 2, 8, 12, 1, 4>, BackwardPlan<192, 2, 8, 15, 1, 4>,
              BackwardPlan<256, 2, 8, 16, 1, 16>>;
 };
 template <>
 struct RowGateGradLadder<float> {
   using type = Ladder<BackwardPlan<16, 1, 4, 7, 2>, BackwardPlan<32, 1, 4, 7, 2>, BackwardPlan<32, 2, 4, 7, 2>,
-                      BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 16, 1>, BackwardPlan<128, 4, 4, 8, 1, 16>>;
+                      BackwardPlan<256, 2, 4, 9, 1>, BackwardPlan<128, 4, 4, 9, 1, 16>>;
 };
 
 // With per-row weights (norm_backward_per_row.cu): two vectors a thread and 1024 threads an SM; three or four vectors
@@ -405,17 +419,17 @@ constexpr int per_row_bound(int element_bytes, bool same, bool has_tiles) {
 // and with a plan for the size: 65 columns 619 us and 362, 129 384 and 293, 1025 308 and 284, 6001 313 and 287).
 template <typename scalar_t>
 struct RaggedBackwardLadder {
-  using type = Ladder<BackwardPlan<8, 5, 2, 7, 3>, BackwardPlan<16, 5, 2, 7, 3>, BackwardPlan<32, 4, 2, 7, 3>,
-                      BackwardPlan<32, 8, 2, 7, 2>, BackwardPlan<64, 8, 2, 12, 1>, BackwardPlan<96, 8, 2, 15, 1>,
-                      BackwardPlan<128, 20, 2, 4, 2>, BackwardPlan<192, 8, 2, 12, 1, 2>,
-                      BackwardPlan<128, 20, 2, 4, 2, 16>, BackwardPlan<256, 16, 2, 8, 1, 16>>;
+  using type =
+      Ladder<BackwardPlan<8, 5, 2, 7, 3>, BackwardPlan<16, 5, 2, 7, 3>, BackwardPlan<32, 4, 2, 7, 3>,
+             BackwardPlan<32, 8, 2, 7, 2>, BackwardPlan<96, 8, 2, 15, 1>, BackwardPlan<128, 20, 2, 4, 2>,
+             BackwardPlan<192, 8, 2, 12, 1, 2>, BackwardPlan<128, 20, 2, 4, 2, 16>, BackwardPlan<256, 16, 2, 8, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<float> {
   using type =
       Ladder<BackwardPlan<8, 5, 1, 7, 3>, BackwardPlan<16, 5, 1, 7, 3>, BackwardPlan<32, 4, 1, 7, 3>,
-             BackwardPlan<32, 8, 1, 7, 3>, BackwardPlan<64, 8, 1, 12, 1>, BackwardPlan<256, 20, 1, 8, 1>,
-             BackwardPlan<128, 20, 1, 8, 1, 4>, BackwardPlan<256, 16, 1, 8, 1, 16>, BackwardPlan<256, 32, 1, 8, 1, 16>>;
+             BackwardPlan<32, 8, 1, 7, 3>, BackwardPlan<96, 8, 1, 15, 1>, BackwardPlan<256, 20, 1, 8, 1>,
+             BackwardPlan<128, 20, 1, 8, 1, 4>, BackwardPlan<256, 20, 1, 8, 1, 16>, BackwardPlan<256, 32, 1, 8, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<double> : BackwardLadder<double> {};
@@ -454,15 +468,19 @@ template <typename Shape>
 constexpr bool kMayInterleave = !Shape::kClusters && Shape::kVecs * Shape::kVec <= 16;
 constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segments
 
-// Slots of the ring. More gained nothing once rows kept their alignment in shared memory. With two blocks an SM a ring
-// of more than about 64 KiB an SM loses (H200, bf16, RMSNorm, by two and three slots of these bytes: 384 columns, 11
-// KB, 226 and 197 us; 512, 14 KB, 200 and 208; with a residual 384, 16 KB, 334 and 348; with a row gate 64 to 256 gain
-// 3 to 6%).
+// Slots of the ring, and the bytes that are read and written for a slot from which on one less is faster. Where memory
+// decides and a row is finished in its own iteration, H200, us by two and three slots: LayerNorm of 1024 columns, 42
+// KiB 204 and 194; 2560, 45 KiB 200 and 202; with a residual 2048, 40 KiB 338 and 321; 2560, 50 KiB 326 and 342. With
+// two blocks an SM, RMSNorm of 384 columns, 16 KiB 226 and 197; 512, 21 KiB 200 and 208; with a residual 384, 26 KiB
+// 334 and 348; with a row gate 64 to 256 gain 3 to 6% by the third.
 template <typename Shape>
 constexpr int kFusedDepth = Shape::kOneBehind ? 4 : 3;
 template <typename Shape>
-constexpr int64_t kMostThirdSlotBytes =
-    Shape::kBlocksPerSm == 2 && !Shape::kOneBehind ? 12 * 1024 : INT64_MAX;  // bytes
+constexpr int64_t most_deep_slot_bytes(bool memory_decides) {
+  if (Shape::kOneBehind) return INT64_MAX;
+  if (Shape::kBlocksPerSm == 2) return 20 * 1024;
+  return memory_decides && !kReadsElements<Shape> ? 42 * 1024 : INT64_MAX;
+}
 
 // Strategy "split": in one launch, blocks of rows write grad_input and blocks of columns sum the weight gradients. It
 // reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for problems that fit into

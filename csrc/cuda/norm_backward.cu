@@ -345,7 +345,8 @@ template <typename scalar_t, typename Plan>
 SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
   SplitLaunch launch{};
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  const FusedRowsPlan plan(Plan{}, vec_count, 1, max_cluster);
+  // As the fused strategy plans it, so that the sums of a row have the same order: x, grad_output and grad_input
+  const FusedRowsPlan plan(Plan{}, vec_count, 1, max_cluster, 3 * dtype_bytes(params.x_dtype));
   launch.cluster = kSplitClusters<Plan> ? plan.cluster : 1;
   launch.threads = plan.threads;
   launch.lanes = std::min(plan.threads, 32);
