@@ -473,6 +473,8 @@ void run(const Case& c) {
     rstds[r] = 1 / std::sqrt(square / n + c.eps);
     stat_error[r] = rstds[r] * e_sum;
     mean_error[r] = e_sum * absolute / n;
+    for (int64_t i = 0; i < n; ++i)
+      mean_error[r] += std::fabs(x.values[r * n + i]) * factor_error(false, r * n + i) / n;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = r * n + i;
       x_hat[at] = (z_of[at] - m) * rstds[r];
