@@ -35,22 +35,20 @@ constexpr bool has_shape(Ladder<Plans...>) {
   return (std::is_same<Shape, typename Plans::Shape>::value || ...);
 }
 template <typename scalar_t, typename Shape>
-constexpr bool kIsRagged = Shape::kVec * sizeof(scalar_t) < 16;
-template <typename scalar_t, typename Shape>
-constexpr bool kTakesPlain = kIsRagged<scalar_t, Shape> || has_shape<Shape>(typename BackwardLadder<scalar_t>::type{});
+constexpr bool kTakesPlain = kReadsElements<Shape> || has_shape<Shape>(typename BackwardLadder<scalar_t>::type{});
 // The path from y keeps bias in registers, which ragged rows and the longest rows do not leave.
 constexpr int64_t kFromYColumns = 65536;
 template <typename scalar_t, typename Shape>
-constexpr bool kTakesFromY = kTakesPlain<scalar_t, Shape> && !kIsRagged<scalar_t, Shape> && Shape::kVecs <= 4;
+constexpr bool kTakesFromY = kTakesPlain<scalar_t, Shape> && !kReadsElements<Shape> && Shape::kVecs <= 4;
 template <typename scalar_t, typename Shape>
-constexpr bool kTakesLoad = kIsRagged<scalar_t, Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
+constexpr bool kTakesLoad = kReadsElements<Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
 
 // Calls f(Work) for the path of a call.
 template <typename scalar_t, typename Shape, Family family, typename F>
 __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&& f) {
   const auto with_grad = [&](auto path) {
     constexpr Path kPath = decltype(path)::value;
-    if constexpr (sizeof(scalar_t) == 4 && !kIsRagged<scalar_t, Shape>) {
+    if constexpr (sizeof(scalar_t) == 4 && !kReadsElements<Shape>) {
       if (stages.grad_output_dtype == DType::kFloat16) return f(Work<__half, kPath>{});
       if (stages.grad_output_dtype == DType::kBFloat16) return f(Work<__nv_bfloat16, kPath>{});
     }

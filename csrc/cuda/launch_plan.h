@@ -368,8 +368,8 @@ struct GateGradLadder<float> {
 // With a row gate, whose activation is a third of the instructions. Up to 2048 columns eight elements a thread, for
 // more warps (two vectors of four at 2048, where warps that take turns as producer hold up the rest). Longer rows by
 // clusters with several rows at once, so that a warp seldom waits for the sums of another block. Empty slots cost their
-// share of the time. H200, bf16, silu, us by the number of rows: 2560 columns four 347, five 335; 3072 339, 354. 64
-// columns (0.85 of the copy) are short of warps: three blocks an SM leave 80 registers and spill.
+// share of the time. H200, bf16, silu, us by four and five rows: 2560 columns 347 and 335, 3072 339 and 354. 64 columns
+// (0.85 of the copy) are short of warps: three blocks an SM leave 80 registers and spill.
 template <typename scalar_t>
 struct RowGateGradLadder {
   using type =
