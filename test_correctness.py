@@ -612,7 +612,7 @@ def test_backward_in_many_threads(device, op, route):
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
 
-BITWISE_SHAPES = ((3, 64), (4096, 64), (199, 769), (512, 1024), (4097, 200), (61, 4096), (2, 262144))
+BITWISE_SHAPES = ((3, 64), (4096, 64), (199, 769), (512, 1024), (4097, 200), (61, 4096), (5, 150528), (2, 262144))
 
 
 @on_devices("op,dtype,shape", [(op, dtype, s) for op in OPS for dtype in (bf16, fp32) for s in BITWISE_SHAPES])
@@ -633,7 +633,8 @@ BATCHES = (1, 2, 31, 199, 4096, 20000)
 
 @on_devices("op,dtype,hidden_size", [
     (op, dtype, n) for op in OPS for dtype in (bf16, fp32)
-    for n in (1, 64, 96, 128, 160, 257, 384, 768, 1024, 1152, 4096, 6144, 12288, 12345, 24576, 65536, 262144)
+    for n in (1, 64, 96, 128, 160, 257, 384, 768, 1024, 1152, 4096, 6144, 12288, 12345, 24576, 65536, 150528, 262144,
+              524288)
 ])  # fmt: skip
 def test_a_row_does_not_depend_on_its_batch(device, op, dtype, hidden_size):
     """a row alone and in batches of many sizes: the same bits in y and grad_input"""

@@ -1274,6 +1274,15 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {int64_t{5}, 40000 / n + 3})
           if (++turn % 3 == 0) add_case(cases, types, usual[feature], n, rows, turn % 2);
     }
+  // Rows that the blocks of the whole card share: few rows and many, slices that fill a block and that do not, the
+  // longest rows, and rows that are too long
+  for (const int64_t n : {131080, 200000, 262144, 300008, 540672, 1081344, 1081352, 2162688})
+    for (const NamedTypes& types : kTypes) {
+      if (types.t.x == DType::kFloat64) continue;
+      for (const Feature& feature : usual)
+        for (const int64_t rows : {int64_t{1}, 4000000 / n})
+          if (++turn % 5 == 0) add_case(cases, types, feature, n, rows, turn % 2);
+    }
   // Backward by the fused strategy, which takes the plain norm from more than 1024 rows or 2^20 elements on: sizes that
   // do not fill a plan, so that warps have unequal parts of a row
   const Feature fused[] = {

@@ -11,6 +11,7 @@
 
 using namespace fused_layernorm;
 
+constexpr int kMostOfCluster = 16;
 int failures = 0, rows_checked = 0;
 
 template <typename Plan>
@@ -67,7 +68,26 @@ void check_both(const char* name, int64_t hidden_size, int max_cluster, bool rag
     check_ladder(typename LadderOf<float>::type{}, (std::string(name) + ", fp32").c_str(), hidden_size, max_cluster);
 }
 
+// Rows that the blocks of the whole card share, on cards of that many SMs.
+template <typename scalar_t>
+void check_whole_card(const char* name, int64_t hidden_size, int multiprocessors) {
+  using Plan = WholeCardPlan<scalar_t>;
+  const int64_t tile = int64_t{Plan::kThreads} * Plan::kVecs * Plan::kVec;
+  if (hidden_size % Plan::kVec != 0 || hidden_size > tile * std::min(multiprocessors, kWholeCard)) return;
+  const int blocks = peers_for<Plan>(hidden_size / Plan::kVec, multiprocessors);
+  if (blocks * tile < hidden_size || blocks > std::min(multiprocessors, kWholeCard) || blocks <= kMostOfCluster) {
+    std::printf("%s, %ld columns, %d SMs: %d blocks\n", name, long(hidden_size), multiprocessors, blocks);
+    ++failures;
+  }
+  check(Plan{}, name, hidden_size, 1, multiprocessors, 3 * static_cast<int>(sizeof(scalar_t)));
+}
+
 int main() {
+  for (const int multiprocessors : {66, 78, 114, 132, 148, 160, 188})
+    for (int64_t n = kClusterColumns + 4; n <= 1400000; n += 4) {
+      check_whole_card<uint16_t>("whole card, 16 bits", n, multiprocessors);
+      check_whole_card<float>("whole card, fp32", n, multiprocessors);
+    }
   for (const int max_cluster : {1, 8, 16})
     for (int64_t n = 1; n <= 131072; ++n) {
       check_both<BackwardLadder>("plain", n, max_cluster);

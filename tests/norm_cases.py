@@ -281,7 +281,12 @@ def cases():
         add((1 << 20, 64), dtype=dtype, cuda_only=True)
         add((8, 4_000_003), dtype=dtype, cuda_only=True)
         add((8, 4_000_000), dtype=dtype, cuda_only=True)
-        add((100, 262152), dtype=dtype, cuda_only=True)  # so many huge rows are cut into groups
+        # Rows that the blocks of the whole card share, few and many; the longest that fit, and longer ones
+        for shape in ((5, 131080), (70, 150528), (100, 262152), (19, 540672), (17, 540680), (9, 1081344)):
+            add(shape, dtype=dtype, cuda_only=True)
+        add((40, 196608), dtype=dtype, bias=None, cuda_only=True)
+        for shape in ((100, 262153), (28, 1_100_008)):  # so many huge rows are cut into groups
+            add(shape, dtype=dtype, cuda_only=True)
         for hidden_size in (262152, 300_001, 4_000_000):  # one row, by several tiles a block
             add((1, hidden_size), dtype=dtype, weight=fp32, cuda_only=True)
         for hidden_size in (262152, 262153):

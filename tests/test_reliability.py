@@ -58,8 +58,9 @@ def assert_same(found, wanted, what):
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
 
-# One or more shapes for each way that the CUDA kernels go: short, long and ragged rows, few and many of them.
-SHAPES = [(3, 64), (513, 769), (4096, 256), (40, 4096), (7, 20001), (2, 131072)]
+# One or more shapes for each way that the CUDA kernels go: short, long and ragged rows, few and many of them, and rows
+# that the blocks of the whole card share.
+SHAPES = [(3, 64), (513, 769), (4096, 256), (40, 4096), (9, 150528), (6, 524288), (7, 20001), (2, 131072)]
 
 
 @on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (fp16, bf16, fp32, fp64)])
@@ -257,7 +258,7 @@ def test_steps_on_the_cpu_hold_no_memory(op):
 @on_devices("op,dtype", [(op, dtype) for op in OPS for dtype in (bf16, fp32)], devices=("cuda",))
 def test_peak_memory_is_torchs(device, op, dtype, record_property):
     """peak memory of forward and backward: at most 1.02 times torch's, and 16 MiB for partial sums"""
-    for shape in ((8192, 4096), (65536, 1024), (256, 131072)):
+    for shape in ((8192, 4096), (65536, 1024), (256, 131072), (128, 262144)):
         case = Case(shape, op=op, dtype=dtype, bias=None)
         inputs = make_inputs(case, device)
         peaks = {}

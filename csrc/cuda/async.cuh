@@ -242,4 +242,57 @@ __device__ __forceinline__ void send_to_peer(T* slot, unsigned barrier, int peer
   send_to(address_in_peer(shared_address(slot), peer), address_in_peer(barrier, peer), value);
 }
 
+// ---- blocks that are not in one cluster, of a cooperative launch ----------------------------------------------------
+
+// Writes, and reads, 16 bytes of global memory as a whole. The value itself tells a reader whether it is there.
+template <typename T>
+__device__ __forceinline__ void publish(T* global, const T& value) {
+  static_assert(sizeof(T) == 16 && alignof(T) >= 4, "one access");
+#if __CUDA_ARCH__ >= 900
+  uint64_t words[2];
+  memcpy(words, &value, sizeof(T));
+  asm volatile("{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }" ::"l"(
+                   __cvta_generic_to_global(global)),
+               "l"(words[0]), "l"(words[1])
+               : "memory");
+#endif
+}
+template <typename T>
+__device__ __forceinline__ T observe(const T* global) {
+  T value{};
+#if __CUDA_ARCH__ >= 900
+  uint64_t words[2];
+  asm volatile("{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
+               : "=l"(words[0]), "=l"(words[1])
+               : "l"(__cvta_generic_to_global(global))
+               : "memory");
+  memcpy(&value, words, sizeof(T));
+#endif
+  return value;
+}
+
+// Waits for the values of all `blocks` blocks, at most kWholeCard. In lane l of a warp calls add(value, i) for those of
+// blocks l + 32 i. is_there(value, block): whether the block has published it. All loads of a lane are in flight at
+// once.
+template <typename T, typename IsThere, typename Add>
+__device__ __forceinline__ void for_each_of_blocks(const T* values, int blocks, IsThere is_there, Add add) {
+  constexpr int kValues = kWholeCard / 32;
+  const int lane = threadIdx.x % 32;
+  T found[kValues];
+  bool all;
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      if (lane + 32 * i < blocks) found[i] = observe(values + lane + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      if (lane + 32 * i < blocks) all &= static_cast<bool>(is_there(found[i], lane + 32 * i));
+  } while (!all);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i)
+    if (lane + 32 * i < blocks) add(found[i], i);
+  __syncwarp();
+}
+
 }  // namespace fused_layernorm

@@ -35,11 +35,13 @@ constexpr bool has_shape(Ladder<Plans...>) {
   return (std::is_same<Shape, typename Plans::Shape>::value || ...);
 }
 template <typename scalar_t, typename Shape>
-constexpr bool kTakesPlain = kReadsElements<Shape> || has_shape<Shape>(typename BackwardLadder<scalar_t>::type{});
+constexpr bool kTakesPlain =
+    kReadsElements<Shape> || Shape::kGlobalExchange || has_shape<Shape>(typename BackwardLadder<scalar_t>::type{});
 // The path from y keeps bias in registers, which ragged rows and the longest rows do not leave.
 constexpr int64_t kFromYColumns = 65536;
 template <typename scalar_t, typename Shape>
-constexpr bool kTakesFromY = kTakesPlain<scalar_t, Shape> && !kReadsElements<Shape> && Shape::kVecs <= 4;
+constexpr bool kTakesFromY =
+    kTakesPlain<scalar_t, Shape> && !kReadsElements<Shape> && !Shape::kGlobalExchange && Shape::kVecs <= 4;
 template <typename scalar_t, typename Shape>
 constexpr bool kTakesLoad = kReadsElements<Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
 
@@ -140,7 +142,11 @@ struct BlockThreads {
                                                          lane * kVec);
   }
 
-  __device__ bool produces() const { return Shape::kHasProducer && warp >= consumer_warps<Shape>(); }
+  // A block's last warp is the producer; before it may be the warps of a global exchange.
+  __device__ bool produces() const {
+    return Shape::kHasProducer && warp >= consumer_warps<Shape>() + Shape::kExchangers;
+  }
+  __device__ bool exchanges() const { return Shape::kGlobalExchange && warp >= consumer_warps<Shape>(); }
   __device__ int elements_of(int v) const { return held.count(v); }
   __device__ int vec_of(int v) const { return own + held.index(v) * kLanes; }
   __device__ int column_of(int v) const { return vec_of(v) * kVec; }
@@ -603,12 +609,13 @@ struct FusedRows {
     }
   }
 
-  // The all-reduce of one row overlaps the sums of the next; then the row is read from its slot again. Nothing of it
-  // stays in registers, so that a thread can hold more columns. With an epilogue each thread keeps wdy of two rows in
-  // shared memory behind the ring: written back into the slot, wdy would need a fence against the copy engine in every
-  // iteration (H200, bf16, N = 4096, no activation: 246 us instead of 209).
+  // The all-reduce of one row overlaps the sums of the next, or of more; then the row is read from its slot again.
+  // Nothing of it stays in registers, so that a thread can hold more columns. With an epilogue each thread keeps wdy of
+  // two rows in shared memory behind the ring: written back into the slot, wdy would need a fence against the copy
+  // engine in every iteration (H200, bf16, N = 4096, no activation: 246 us instead of 209).
   __device__ __forceinline__ void walk_rows_one_behind(Exchange& exchange) {
     const GradStages& stages = arguments.stages;
+    const int rows_behind = Shape::kGlobalExchange ? arguments.behind : 1;
     const int group = threads.group, depth = arguments.depth;
     int row = slice.first_row + group;
     unsigned iteration = 0;
@@ -620,11 +627,11 @@ struct FusedRows {
              (of_iteration % 2 * kVecs + v) * (Shape::kConsumers * kVec * static_cast<int>(sizeof(acc_t)));
     };
     const auto finish = [&] {
-      const int behind = ring.slot_before();
-      const auto entry = ring.entry(params, behind, row - arguments.row_step, group);
+      const int behind = ring.slot_before(rows_behind), finished = row - rows_behind * arguments.row_step;
+      const auto entry = ring.entry(params, behind, finished, group);
       store_row(
-          ring.stats(params, entry, behind, row - arguments.row_step, group), row - arguments.row_step,
-          exchange.collect(iteration - 1), [&](int v, auto whole) { return read(entry.x, v, whole); },
+          ring.stats(params, entry, behind, finished, group), finished, exchange.collect(iteration - rows_behind),
+          [&](int v, auto whole) { return read(entry.x, v, whole); },
           [&](int v, auto whole) {
             if constexpr (kHasEpilogue)
               return load_words<acc_t, kVec, Shape::kConsumers>(kept_at(iteration - 1, v));
@@ -635,15 +642,16 @@ struct FusedRows {
             return read_residual_grad(kHasEpilogue ? ring.more_entry(behind, group, 0) : entry.residual, v, whole);
           },
           [&](int v, auto whole) { return read_gated(entry.gated, v, whole); });
-      ring.release(params, stages, slice.first_col, behind, row + (depth - 1) * arguments.row_step, group, threads.own,
+      ring.release(params, stages, slice.first_col, behind, finished + depth * arguments.row_step, group, threads.own,
                    threads.held.left, 0xffffffffu);
     };
-    // An extra iteration finishes the last row with the same code where a second copy of that code spills or is long; a
-    // second copy saves 6% of the instructions a row (128 x 2, with a load stage)
-    constexpr bool kOneMore = Work::kFromY || kHasEpilogue || Work::kHasRowGate || (Work::kMayAdd && !kAligned);
+    // More iterations finish the last rows with the same code where a second copy of that code spills or is
+    // long; a second copy saves 6% of the instructions a row (128 x 2, with a load stage)
+    constexpr bool kMore =
+        Shape::kGlobalExchange || Work::kFromY || kHasEpilogue || Work::kHasRowGate || (Work::kMayAdd && !kAligned);
 #pragma unroll 1
-    for (; kOneMore || row < slice.end_row; row += arguments.row_step, ++iteration) {
-      const bool has_row = !kOneMore || row < slice.end_row;
+    for (; kMore || row < slice.end_row; row += arguments.row_step, ++iteration) {
+      const bool has_row = !kMore || row < slice.end_row;
       if (has_row) {
         if constexpr (!Shape::kHasProducer) {
           if (produces_in == 0) {
@@ -664,11 +672,11 @@ struct FusedRows {
             });
         exchange.share(iteration, sums, threads.own == 0);
       }
-      if (iteration > 0) finish();
-      if (!has_row) break;
+      if (iteration >= rows_behind) finish();
+      if (!has_row && row - (rows_behind - 1) * arguments.row_step >= slice.end_row) break;
       ring.next_slot();
     }
-    if (!kOneMore && iteration > 0) finish();
+    if (!kMore && iteration > 0) finish();
   }
 
   __device__ __forceinline__ void run(Exchange& exchange, Scratch scratch) {
@@ -747,7 +755,7 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   const auto sum_of = [&](int element) -> acc_t& {
     return columns.sums[element / (kVecs * kVec)][element / kVec % kVecs][element % kVec];
   };
-  const int64_t cluster = Shape::kClusters ? cluster_index() : static_cast<int>(blockIdx.x);
+  const int64_t cluster = index_of_blocks<Shape>(arguments);
   acc_t* const partial = partial_at(cluster);
   if (!Shape::kOneWarp && adders == 1) {
     if (!adds) return;
@@ -801,7 +809,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, Shape::kBlocksPerSm)
   extern __shared__ __align__(128) uint4 ring_memory[];
   __shared__ RingBarriers<scalar_t, Shape> ring_barriers;
   // Scratch of row_sum(); plans that finish one row behind use SumExchange
-  __shared__ Pair<acc_t> scratch[Shape::kOneBehind ? 1 : kMaxDepth][Shape::kConsumers / 32];
+  __shared__ Pair<acc_t> scratch[Shape::kOneBehind ? 1 : Shape::kMaxDepth][Shape::kConsumers / 32];
 
   // The rows and columns of this block
   const Slice slice = Slice::of<Shape>(params, arguments);
@@ -821,6 +829,8 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, Shape::kBlocksPerSm)
     RowRing<scalar_t, Shape, Chosen> ring(ring_memory, ring_barriers, slice, arguments);
     if (threads.produces()) {
       ring.produce(params, arguments.stages, slice, slice.first_row, INT_MAX);
+    } else if (threads.exchanges()) {
+      exchange.exchange_rows(slice, threads.warp - consumer_warps<Shape>());
     } else {
       const unsigned kept = shared_address(ring_memory) + arguments.depth * arguments.slot_bytes;
       FusedRows<scalar_t, Shape, family, Chosen> rows{params, arguments, slice, threads, ring, columns, kept};
@@ -935,12 +945,12 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
   // Shared memory: the ring, wdy of two rows, the exchange. write_partial() uses it from its beginning
   constexpr int kKept = kKeptBytes<scalar_t, Shape, family>, kSums = ColumnSums<scalar_t, Shape, family>::kSums;
   const int consumers = plan.threads * plan.rows;
-  arguments.sums = plan.cluster * plan.threads / 32;
+  arguments.sums = (Shape::kGlobalExchange ? 1 : plan.cluster) * plan.threads / 32;
   const int more = kKept + Exchange::bytes_of(arguments.sums, plan.rows);
   const int64_t iteration_bytes = int64_t{plan.rows} * arguments.slice * element_bytes(params, stages);
   const int most_depth = kFusedDepth<Shape> - (iteration_bytes > most_deep_slot_bytes<Shape>(memory_decides(family)));
   // Consumers that take turns as producer refill a slot kLag behind
-  constexpr int kLeastDepth = 2 + Shape::kOneBehind;
+  constexpr int kLeastDepth = Shape::kGlobalExchange ? kFilledSlots + 1 : 2 + Shape::kOneBehind;
   using Ring = RowRing<scalar_t, Shape, Work<scalar_t, Path::kPlain>>;
   static_assert(Shape::kHasProducer || kLeastDepth > Ring::kLag, "a slot would wait for itself");
   int blocks = Shape::kBlocksPerSm + 1, room = 0;
@@ -950,6 +960,7 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
            facts->own_bytes;
     arguments.depth = std::min(most_depth, (room - more) / arguments.slot_bytes);
   } while (arguments.depth < kLeastDepth && blocks > 1);
+  arguments.behind = arguments.depth - kFilledSlots;
   arguments.exchange = arguments.depth * arguments.slot_bytes + kKept;
   const int shared_bytes = std::max(arguments.depth * arguments.slot_bytes + more,
                                     consumers * kSums * Shape::kVecs * Shape::kVec * static_cast<int>(sizeof(acc_t)));
@@ -957,7 +968,9 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
 
   const auto kernel = norm_backward_fused_kernel<scalar_t, Shape, family>;
   int resident = blocks * device.multiprocessors;
-  if (plan.cluster > 1) {
+  if (Shape::kGlobalExchange) {
+    resident /= plan.cluster;
+  } else if (plan.cluster > 1) {
     std::atomic<int>& known = facts->clusters[blocks - 1][plan.cluster];
     resident = known;
     if (resident == 0) {
@@ -968,12 +981,20 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
     }
   }
   call.running = partial_sums<Shape>(params, plan.rows, std::min(resident, kMostClusters));
+  call.exchange_bytes = Shape::kGlobalExchange ? params.rows * plan.cluster * static_cast<int>(sizeof(BlockSums)) : 0;
   if (call.running == 0 || !call.launches) return cudaSuccess;
   const int64_t clusters = params.interleaves ? call.running / plan.rows : call.running;
   arguments.row_step = static_cast<int>(clusters / (params.interleaves ? 1 : std::max(params.segments, 1))) * plan.rows;
   arguments.element_step = static_cast<unsigned>(arguments.row_step) * static_cast<unsigned>(params.hidden_size);
-  const ClusterLaunch persistent(clusters * plan.cluster, consumers + 32 * Shape::kHasProducer, shared_bytes,
-                                 plan.cluster, call.stream);
+  if (Shape::kGlobalExchange) {  // behind the partial sums
+    const bool has_partials = params.grad_weight || params.grad_bias;
+    arguments.block_sums = reinterpret_cast<BlockSums*>(static_cast<acc_t*>(params.workspace) +
+                                                        (has_partials ? call.running * kSums * params.hidden_size : 0));
+    error = cudaMemsetAsync(arguments.block_sums, 0, call.exchange_bytes, call.stream);
+    if (error != cudaSuccess) return error;
+  }
+  const ClusterLaunch persistent(clusters * plan.cluster, consumers + 32 * (Shape::kHasProducer + Shape::kExchangers),
+                                 shared_bytes, plan.cluster, call.stream);
   return cudaLaunchKernelEx(&persistent.config, kernel, params, arguments);
 }
 
@@ -985,7 +1006,8 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   const int64_t vectors = vecs_of<Plan::kVec>(params.hidden_size);
   using Shape = typename Plan::Shape;
   const bool limits_rows = memory_decides(family) && !(sizeof(scalar_t) == 4 && Shape::kOneBehind && stages.any());
-  const FusedRowsPlan plan(Plan{}, vectors, is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1, device.max_cluster,
+  const FusedRowsPlan plan(Plan{}, vectors, is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1,
+                           Plan::kGlobalExchange ? device.multiprocessors : device.max_cluster,
                            limits_rows ? element_bytes(params, stages) : 0);
   // Rows longer than a block holds go to a cluster, whatever the number of rows, so that the order of a row's sums is
   // fixed
@@ -1017,15 +1039,19 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
       (is_ragged &&
        (is_narrow || stages.gate || stages.from_y || stages.dropout.philox || has_epilogue || has_row_gate)))
     return cudaSuccess;
+  DeviceFacts device;
+  const cudaError_t error = device_facts(device);
+  if (error != cudaSuccess) return error;
   const auto launch = [&](auto family, auto ladder) {
-    DeviceFacts device;
-    const cudaError_t error = device_facts(device);
-    if (error != cudaSuccess) return error;
     return pick_plan(ladder, params.hidden_size, device.max_cluster, [&](auto plan) {
       return fused_by_plan<scalar_t, decltype(plan), decltype(family)::value>(params, stages, device, call);
     });
   };
   const std::integral_constant<Family, Family::kLoad> load;
+  if (params.hidden_size > kClusterColumns) {
+    if (is_ragged || stages.any() || params.segments > 1 || device.max_cluster < kMaxCluster) return cudaSuccess;
+    return fused_by_plan<scalar_t, WholeCardPlan<scalar_t>, Family::kLoad>(params, stages, device, call);
+  }
   if (is_ragged) return launch(load, typename RaggedBackwardLadder<scalar_t>::type{});
   if (stages.gate)
     return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});

@@ -7,6 +7,7 @@
 
 #include <atomic>
 
+#include "async.cuh"
 #include "kernel_params.h"
 #include "launch_plan.h"
 
@@ -22,7 +23,8 @@ struct DeviceFacts {
 };
 cudaError_t device_facts(DeviceFacts& facts);  // launch.cu
 
-// A launch in clusters of `cluster` blocks; 1: without clusters.
+// A launch in clusters of `cluster` blocks; 1: without clusters. More than a cluster has: cooperative, so that all
+// blocks of the grid run at the same time.
 struct ClusterLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};
@@ -32,9 +34,14 @@ struct ClusterLaunch {
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    if (cluster > kMaxCluster) {
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = 1;
+    } else {
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = cluster;
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
     config.attrs = &attribute;
     config.numAttrs = cluster > 1 ? 1 : 0;
   }

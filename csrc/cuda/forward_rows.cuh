@@ -82,6 +82,27 @@ __device__ __forceinline__ Moments<T> merge_moments(Moments<T> part, T inverse_n
   return part;
 }
 
+// The union of the sets of a warp's lanes, `kParts` each. Lane 0's first set must not be empty.
+template <int kParts, typename T>
+__device__ __forceinline__ Moments<T> merge_moments(const Moments<T> (&parts)[kParts], T inverse_n) {
+  using Lanes = RowThreads<32>;
+  T mean = 0;
+#pragma unroll
+  for (const Moments<T>& part : parts) mean += part.m * (part.n * inverse_n);
+  const T other = snapped(Lanes::warp_sum(mean), __shfl_sync(0xffffffffu, parts[0].m, 0));
+  Moments<T> all{0, other, 0, 0};
+#pragma unroll
+  for (const Moments<T>& part : parts) {
+    const Moments<T> moved = part.about(other);
+    all.n += part.n;
+    all.c += moved.c;
+    all.q += moved.q;
+  }
+  all.c = Lanes::warp_sum(all.c);
+  all.q = Lanes::warp_sum(all.q);
+  return all;
+}
+
 // The reference point of a warp, from the lanes' sums of `sampled` of its elements, and lane 0's first of them.
 template <typename Row, typename T>
 __device__ __forceinline__ T reference_point(T sum, T first, int sampled) {

@@ -35,6 +35,9 @@ constexpr int64_t kMaxRowsOfLaunch = int64_t{1} << 30;
 // max_cluster: a cluster of up to so many blocks shares a row that is too long for one block (sm_90 and later). A
 // template parameter, because its few instructions cost registers: with clusters in every plan, forward at N = 4096
 // bf16 fell from 0.91 to 0.80 of the copy (H200).
+// kWholeCard: blocks of up to that many SMs share a row and exchange their sums through global memory. They must run at
+// the same time: a cooperative launch.
+constexpr int kWholeCard = 160;
 template <int threads, int vecs, int vec, int max_cluster = 1>
 struct RowPlan {
   static constexpr int kThreads = threads;
@@ -42,6 +45,7 @@ struct RowPlan {
   static constexpr int kVec = vec;
   static constexpr int kMaxCluster = max_cluster;
   static constexpr bool kClusters = max_cluster > 1;
+  static constexpr bool kGlobalExchange = max_cluster == kWholeCard;
 };
 
 // The number of blocks that share a row of vec_count vectors: as many as hold it at once, and 16 if more than 8.
@@ -52,6 +56,22 @@ int cluster_for(int64_t vec_count, int max_cluster) {
   const int64_t blocks = (vec_count + tile - 1) / tile;
   return static_cast<int>(std::min<int64_t>(blocks > 8 ? 16 : blocks, std::min(max_cluster, Plan::kMaxCluster)));
 }
+
+// The number of blocks, one an SM, that share a row of a plan for the whole card: as few as hold it, and then as many
+// more as the rows that run at once leave SMs for. 1: the card does not hold the row.
+template <typename Plan>
+int peers_for(int64_t vec_count, int multiprocessors) {
+  const int64_t tile = Plan::kThreads * Plan::kVecs;
+  const int64_t least = (vec_count + tile - 1) / tile;
+  if (least > std::min(multiprocessors, kWholeCard)) return 1;
+  const int rows = multiprocessors / static_cast<int>(least);
+  return std::min(multiprocessors / rows, kWholeCard);
+}
+
+// Warps of a block that exchange sums through global memory, each for every third row: a warp waits for the other
+// blocks while the next rows are summed. H200, us by one warp and three, backward of bf16: 150528 columns 215 and 239,
+// 262144 240 and 243, 393216 336 and 268, 786432 477 and 290; fp32 262144 262 and 245, 393216 464 and 283.
+constexpr int kExchangeWarps = 3;
 
 // Whether a row may need several tiles: only with the last plan of a ladder.
 template <typename Plan>
@@ -160,30 +180,42 @@ constexpr bool is_long_row(DType x_dtype, int64_t hidden_size) {
 // A block of `threads` threads and two more warps holds slices, of `vecs` vectors a thread, of `depth` rows at once,
 // and writes a row after it has summed `delay` more. Depth and delay do not change the bits of a result; the others do.
 // Registers are allocated to warps in fours: 8 + 2 warps leave 168 a thread, 16 + 2 warps 96.
-template <int threads, int vecs, int vec, int depth, int delay, int max_cluster, int blocks_per_sm = 1>
+template <int threads, int vecs, int vec, int depth, int delay, int max_cluster, bool has_bias = true>
 struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
   static constexpr int kDepth = depth;
   static constexpr int kDelay = delay;
-  static constexpr int kBlocksPerSm = blocks_per_sm;
+  static constexpr bool kHasBias = has_bias;
 };
 
 // Shallower rings, other delays and round-robin rows lost 2 to 9%. fp32 weights of 16-bit x take twice the registers:
 // half the threads (not measured).
+//
+// By the whole card, H200, us: bf16 393216 columns by slices of 16384 columns 166, of 8192 226 (two launches of
+// norm_huge.cu: 295); 1048576 170, 211 (290); fp32 262144 by slices of 8192 172, of 4096 205 (a cluster of 16 with bias
+// in the cache 189), 524288 180, 235 (273). A cluster of 16 is faster where it holds the row with
+// its weight and bias in registers: bf16 262144 139, by the whole card 226.
 template <typename scalar_t, typename weight_t>
 struct StreamLadder {
-  using type = Ladder<StreamPlan<512, 4, 8, 6, 3, 16>>;
+  using type = Ladder<StreamPlan<512, 4, 8, 6, 3, 16>, StreamPlan<512, 4, 8, 6, 3, kWholeCard>>;
 };
 template <typename scalar_t>
 struct StreamLadder<scalar_t, float> {
-  using type = Ladder<StreamPlan<256, 4, 8, 8, 2, 16>>;
+  using type = Ladder<StreamPlan<256, 4, 8, 8, 2, 16>, StreamPlan<256, 4, 8, 12, 6, kWholeCard>>;
 };
 template <>
 struct StreamLadder<float, float> {
-  using type = Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>, StreamPlan<512, 8, 4, 3, 1, 16>>;
+  using type =
+      Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>, StreamPlan<512, 4, 4, 6, 3, kWholeCard>>;
 };
 
+// fp32 rows of 131073 to 262144 columns without bias: RMSNorm of 262144 columns 148 us, by the whole card 170 (H200).
+using NoBiasPlan = StreamPlan<512, 8, 4, 3, 1, 16, false>;
+constexpr bool has_no_bias_plan(bool has_bias, int64_t hidden_size) {
+  return !has_bias && hidden_size > 131072 && hidden_size <= 262144;
+}
+
 template <typename Plan>
-constexpr int kStreamThreads = Plan::kThreads + 64;
+constexpr int kStreamThreads = Plan::kThreads + 32 + 32 * (Plan::kGlobalExchange ? kExchangeWarps : 1);
 constexpr int kClaimedRows = 4;  // least rows a cluster for claiming rows: the counter costs a launch of 1.2 us
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -194,8 +226,9 @@ constexpr int kClaimedRows = 4;  // least rows a cluster for claiming rows: the 
 // kWholeWarps: a row has several warps, and their number is a run-time value. block_warps: of the largest block, with
 // the producer warp that a block has beside the warps of its rows (RowRing).
 constexpr int kWholeWarps = 64;
+// global_exchange: the blocks of a row exchange sums through global memory, by kExchangeWarps warps (SumExchange).
 template <int lanes, int vecs, int vec, int block_warps, int blocks_per_sm, bool one_behind, bool clusters,
-          bool has_producer>
+          bool has_producer, bool global_exchange>
 struct BackwardShape {
   static constexpr bool kOneWarp = lanes < kWholeWarps;
   static constexpr int kLanes = std::min(lanes, 32);
@@ -205,8 +238,11 @@ struct BackwardShape {
   static constexpr int kBlocksPerSm = blocks_per_sm;
   static constexpr bool kOneBehind = one_behind;
   static constexpr bool kClusters = clusters;
+  static constexpr bool kGlobalExchange = global_exchange;
+  static constexpr int kExchangers = global_exchange ? kExchangeWarps : 0;  // warps
   static constexpr bool kHasProducer = has_producer;
-  static constexpr int kConsumers = kBlockThreads - 32 * has_producer;  // threads that have rows, at most
+  static constexpr int kConsumers = kBlockThreads - 32 * (has_producer + kExchangers);  // that have rows, at most
+  static constexpr int kMaxDepth = global_exchange ? 12 : 4;                            // of the ring
   static constexpr int kMostRows = kOneWarp ? kConsumers / kLanes : std::max(kConsumers / 64, 1);
 };
 
@@ -230,7 +266,7 @@ struct BackwardPlan : RowPlan<threads, vecs, vec, max_cluster> {
       max_cluster > 1 || vecs* vec > 16 || (threads > 32 && threads == 32 * warps) || !kHasProducer;
   using Shape = BackwardShape<(threads > 32 ? kWholeWarps : threads), vecs, vec,
                               backward_block_warps(warps + kHasProducer, blocks_per_sm), blocks_per_sm, kOneBehind,
-                              (max_cluster > 1), kHasProducer>;
+                              (max_cluster > 1 && max_cluster < kWholeCard), kHasProducer, max_cluster == kWholeCard>;
 };
 
 // Plans for rows that are not whole 16-byte vectors, and for fp64. Instructions decide how long they take.
@@ -254,10 +290,11 @@ struct FusedRowsPlan {
   int cluster, slice, warp_slice;  // vectors of a block, a multiple of `set`; of a warp, and the last one has the rest
   int threads, rows;
 
+  // max_cluster: with a global exchange the SMs of the card.
   template <typename Plan>
   FusedRowsPlan(Plan, int64_t vectors, int set, int max_cluster, int element_bytes = 0) {
     const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
-    cluster = cluster_for<Plan>(vectors, max_cluster);
+    cluster = Plan::kGlobalExchange ? peers_for<Plan>(vectors, max_cluster) : cluster_for<Plan>(vectors, max_cluster);
     slice = ceil_div(vectors, cluster * set) * set;
     warp_slice = slice;
     threads = Plan::kThreads;
@@ -272,6 +309,7 @@ struct FusedRowsPlan {
       rows = static_cast<int>(std::clamp<int64_t>(most_iteration_bytes(kBlocks) / (kBlocks * row_bytes), 1, rows));
     }
     if (threads <= 32) return;
+    if (Plan::kGlobalExchange) rows = 1;
     // Warps that are left over make the parts smaller, unless there would be a warp without a part
     int warps = std::min(Plan::kWarps / rows, most_warps);
     warp_slice = std::min(ceil_div(slice, warps * kUnit) * kUnit, kMost);
@@ -285,7 +323,8 @@ struct FusedRowsPlan {
 // Whether blocks of backward are paced (pace.cuh): fp32 RMSNorm of 4096 columns and more gained 2 to 6%; blocks with
 // several short rows at once, and ragged rows, lost up to 18%; bf16 within 1%.
 template <typename scalar_t, typename Shape>
-constexpr bool kIsPaced = sizeof(scalar_t) == 4 && Shape::kOneBehind && Shape::kVec * sizeof(scalar_t) == 16;
+constexpr bool kIsPaced =
+    sizeof(scalar_t) == 4 && Shape::kOneBehind && Shape::kVec * sizeof(scalar_t) == 16 && !Shape::kGlobalExchange;
 // About the bytes between two paced iterations; the half iterations that a block may be ahead of the mean; the number
 // of polls, and the time between them, before it goes on unpaced. Unpaced and a slack of 0.5, 1, 1.5, 2, 4 iterations,
 // RMSNorm fp32: N = 4096 0.916, 0.922, 0.971, 0.968, 0.959, 0.931; 16384 0.945, 0.934, 0.962, 0.961, 0.957, 0.955.
@@ -319,6 +358,14 @@ template <>
 struct BackwardLadder<double> {
   using type = Ladder<BackwardPlan<32, 4, 1, 1, 1>, BackwardPlan<512, 4, 1, 16, 1>>;
 };
+
+// Rows of whole vectors that no cluster holds, up to 8192 columns an SM (fp32: 4096). More rows between a row's sums
+// and its end hide the exchange, but fewer slots are filled ahead. H200, us by two and three slots that are summed or
+// filled, of six: bf16 150528 columns 264 and 239, 262144 260 and 243, 524288 267 and 258; fp32 524288 259 and 269.
+// Paced blocks: within 2% (H100).
+constexpr int kFilledSlots = 3;
+template <typename scalar_t>
+using WholeCardPlan = BackwardPlan<256, 4, 16 / static_cast<int>(sizeof(scalar_t)), 8, 1, kWholeCard>;
 
 // With a load stage: two more tensors, so fewer rows at a time (most_iteration_bytes()). Its kernels for clusters have
 // no other path: with the plain norm's that kernel has 110 KB of code, not 63, and waits for instructions even in its
@@ -465,7 +512,7 @@ constexpr int kMaxFusedSegments = 65535;  // a grid dimension
 // Plans that take interleaved segments: those of few columns a thread, which heads are short enough for. Others would
 // spill, or be slower without interleaved segments too (LayerNorm, bf16, 65536 x 2048: 2%).
 template <typename Shape>
-constexpr bool kMayInterleave = !Shape::kClusters && Shape::kVecs * Shape::kVec <= 16;
+constexpr bool kMayInterleave = !Shape::kClusters && !Shape::kGlobalExchange && Shape::kVecs * Shape::kVec <= 16;
 constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segments
 
 // Slots of the ring, and the bytes that are read and written for a slot from which on one less is faster. Where memory
@@ -474,7 +521,7 @@ constexpr int kMostInterleavedWaves = 4;  // of blocks, to take interleaved segm
 // two blocks an SM, RMSNorm of 384 columns, 16 KiB 226 and 197; 512, 21 KiB 200 and 208; with a residual 384, 26 KiB
 // 334 and 348; with a row gate 64 to 256 gain 3 to 6% by the third.
 template <typename Shape>
-constexpr int kFusedDepth = Shape::kOneBehind ? 4 : 3;
+constexpr int kFusedDepth = Shape::kOneBehind ? Shape::kMaxDepth : 3;
 template <typename Shape>
 constexpr int64_t most_deep_slot_bytes(bool memory_decides) {
   if (Shape::kOneBehind) return INT64_MAX;
@@ -510,13 +557,13 @@ constexpr int kColumnLanes = vec > 1 ? 8 : 32;
 constexpr int kColumnBlocks = 1024;       // rows are split over this many column blocks
 constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer rows than this
 
-// ---- huge rows: shared by the whole card, in two launches (norm_huge.cu) ---------------------------------------------
+// ---- huge rows: read twice by the whole card, in two launches (norm_huge.cu) -----------------------------------------
 
-// Rows longer than a cluster of 16 holds at once are huge.
+// Rows longer than a cluster of 16 holds at once are huge, if the whole card does not hold them either.
 constexpr int64_t huge_forward_columns(DType x_dtype, DType weight_dtype) {
   return weight_dtype == x_dtype && x_dtype != DType::kFloat64 ? 262144 : 131072;
 }
-constexpr int64_t kHugeBackwardColumns = 131072;
+constexpr int64_t kClusterColumns = 131072;
 
 // The registers of a block: vectors of 16 bytes, or elements of ragged rows. With 512 threads and two blocks an SM, the
 // second forward kernel spills.

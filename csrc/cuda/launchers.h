@@ -32,13 +32,13 @@ cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& 
 // for fp64.
 cudaError_t launch_forward_ragged(const KernelForwardParams& params, cudaStream_t stream);
 
-// norm_forward_long.cu: streams long rows through persistent clusters. Returns cudaErrorNotSupported for rows or cards
+// norm_forward_long.cu: streams long rows through persistent blocks. Returns cudaErrorNotSupported for rows or cards
 // without such a kernel; the choice depends on hidden_size, dtypes and the card only, because the two kernels round
-// differently. params.workspace holds the counter from which clusters claim rows.
-constexpr int64_t kRowCounterBytes = sizeof(unsigned);
+// differently.
+int64_t forward_long_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream);
 
-// norm_huge.cu: rows that the whole card shares.
+// norm_huge.cu: rows that no other kernel takes.
 bool is_huge_forward(const KernelForwardParams& params);
 int64_t forward_huge_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t stream);
@@ -69,6 +69,7 @@ struct FusedCall {
   bool launches = false;
   cudaStream_t stream = nullptr;
   int running = 0;
+  int64_t exchange_bytes = 0;  // of params.workspace, behind the partial sums
 };
 template <typename scalar_t>
 cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call);
@@ -85,7 +86,7 @@ bool is_fused_backward(const KernelBackwardParams& params, const GradStages& sta
 // grad_bias and, with a gate, grad_gate.
 cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int partials, int sums, cudaStream_t stream);
 
-// norm_huge.cu: rows that the whole card shares.
+// norm_huge.cu: rows that no other kernel takes.
 bool is_huge_backward(const KernelBackwardParams& params);
 int64_t backward_huge_workspace(const KernelBackwardParams& params);
 cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_t stream);
@@ -93,7 +94,7 @@ cudaError_t launch_backward_huge(const KernelBackwardParams& params, cudaStream_
 // norm_backward_per_row.cu: per-row weights, which must be given; without workspace. `stages`: without dropout,
 // epilogue and from_y. Beside fp32 x, grad_output, weight, gate and the gated x may be 16-bit.
 inline bool has_per_row_kernel(const KernelBackwardParams& params) {
-  return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kHugeBackwardColumns &&
+  return params.segments > 1 && params.segments == params.rows && params.hidden_size <= kClusterColumns &&
          !params.accumulate;
 }
 cudaError_t launch_backward_per_row(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);

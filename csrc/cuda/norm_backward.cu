@@ -4,12 +4,12 @@
 //   grad_input = (wdy - x_hat*c1 - c2)*rstd      grad_weight = sum over rows(grad_output*x_hat)
 //                                                grad_bias   = sum over rows(grad_output)
 //
-// Two strategies (launch_plan.h says when; a third, for huge rows, is in norm_huge.cu). Fused (backward_fused.cuh):
-// persistent blocks iterate over rows, read x and grad_output once, keep the weight gradients of their rows in
-// registers and write one partial sum a block; the only strategy with stages. Split: one launch with blocks of rows,
-// for grad_input, and blocks of columns, for the weight gradients. Both strategies take the same steps per row in the
-// same order with pinned rounding, so grad_input has the same bits. Partial sums are added in a fixed order: no
-// atomics, no dependence on timing.
+// Two strategies (launch_plan.h says when; a third, for rows that the whole card cannot hold, is in norm_huge.cu).
+// Fused (backward_fused.cuh): persistent blocks iterate over rows, read x and grad_output once, keep the weight
+// gradients of their rows in registers and write one partial sum a block; the only strategy with stages. Split: one
+// launch with blocks of rows, for grad_input, and blocks of columns, for the weight gradients. Both strategies take the
+// same steps per row in the same order with pinned rounding, so grad_input has the same bits. Partial sums are added in
+// a fixed order: no atomics, no dependence on timing.
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -397,10 +397,11 @@ cudaError_t call_fused(const KernelBackwardParams& params, const GradStages& sta
   }
 }
 
-// The number of partial sums of the fused strategy; 0: it does not take the call.
-int fused_partials(const KernelBackwardParams& params, const GradStages& stages) {
+// What the fused strategy would launch: `running` is 0 if it does not take the call.
+FusedCall fused_call(const KernelBackwardParams& params, const GradStages& stages) {
   FusedCall call;
-  return call_fused(params, stages, call) == cudaSuccess ? call.running : 0;
+  if (call_fused(params, stages, call) != cudaSuccess) call.running = 0;
+  return call;
 }
 
 // Only the fused strategy takes segments of rows; for the others each segment is a separate problem.
@@ -449,7 +450,7 @@ cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int par
 }
 
 bool is_fused_backward(const KernelBackwardParams& params, const GradStages& stages) {
-  return !is_huge_backward(params) && fused_partials(params, stages) > 0;
+  return fused_call(params, stages).running > 0;
 }
 
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages) {
@@ -457,13 +458,11 @@ int64_t backward_workspace(const KernelBackwardParams& params, const GradStages&
   const auto bytes_of = [&](int partials) {
     return partials * sums * params.hidden_size * dtype_bytes(accumulation_dtype(params.x_dtype));
   };
-  if (stages.any()) {
-    const int partials = fused_partials(params, stages);
-    return partials == 0 ? kNoKernel : wants_columns(params) ? bytes_of(partials) : 0;
-  }
-  if (goes_by_segments(params, stages)) return backward_workspace(segment_of_rows(params, 0), stages);
+  if (!stages.any() && goes_by_segments(params, stages)) return backward_workspace(segment_of_rows(params, 0), stages);
+  const FusedCall fused = fused_call(params, stages);
+  if (fused.running > 0) return (wants_columns(params) ? bytes_of(fused.running) : 0) + fused.exchange_bytes;
+  if (stages.any()) return kNoKernel;
   if (is_huge_backward(params)) return backward_huge_workspace(params);
-  if (const int partials = fused_partials(params, stages)) return wants_columns(params) ? bytes_of(partials) : 0;
   int partials = 0;
   dispatch_split(params, [&](auto, auto, const SplitLaunch& launch) {
     partials = launch.partials;
@@ -481,13 +480,15 @@ cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages
       }
       return cudaSuccess;
     }
-    if (is_huge_backward(params)) return launch_backward_huge(params, stream);
     if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) return launch_many_rows(params, stream);
   }
   FusedCall call{true, stream};
   const cudaError_t error = call_fused(params, stages, call);
   if (error != cudaSuccess) return error;
-  if (call.running == 0) return stages.any() ? cudaErrorNotSupported : launch_split(params, stream);
+  if (call.running == 0) {
+    if (stages.any()) return cudaErrorNotSupported;
+    return is_huge_backward(params) ? launch_backward_huge(params, stream) : launch_split(params, stream);
+  }
   if (!wants_columns(params)) return cudaSuccess;
   return launch_backward_finalize(params, call.running, stages.gate ? 3 : 2, stream);
 }

@@ -5,9 +5,10 @@
 //
 // A group of threads holds each row in registers: norm_usual.cu for what most models run, norm_epilogue.cu for the same
 // with an epilogue in common sizes, norm_gated.cu for a gate, norm_any.cu for all other rows of whole vectors. Ragged
-// rows lie in shared memory (norm_ragged.cu); longer rows are streamed (norm_forward_long.cu) or shared by the whole
-// card (norm_huge.cu). The kernel of this file takes the rest: fp64, long rows with per-row weights, and long rows on
-// cards without the streaming kernel. forward_rows.cuh explains the statistics.
+// rows lie in shared memory (norm_ragged.cu); longer rows are streamed by clusters or the whole card
+// (norm_forward_long.cu); rows that the card cannot hold are read twice (norm_huge.cu). The kernel of this file takes
+// the rest: fp64, long rows with per-row weights, and long rows on cards without the streaming kernel. forward_rows.cuh
+// explains the statistics.
 #include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
@@ -201,8 +202,9 @@ cudaError_t launch_rows(const KernelForwardParams& params, cudaStream_t stream) 
 }  // namespace
 
 int64_t forward_workspace(const KernelForwardParams& params) {
-  if (is_huge_forward(params)) return forward_huge_workspace(params);
-  return is_long_row(params.x_dtype, params.hidden_size) ? kRowCounterBytes : 0;
+  const bool is_long = is_long_row(params.x_dtype, params.hidden_size);
+  return std::max(is_long ? forward_long_workspace(params) : 0,
+                  is_huge_forward(params) ? forward_huge_workspace(params) : 0);
 }
 
 cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t stream) {
@@ -229,6 +231,10 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
     }
     return cudaSuccess;
   }
+  if (is_long) {
+    const cudaError_t launched = launch_forward_long(params, stream);
+    if (launched != cudaErrorNotSupported) return launched;
+  }
   if (is_huge_forward(params)) return launch_forward_huge(params, stream);
   LoadStage none{};
   none.residual_out_dtype = params.x_dtype;
@@ -236,10 +242,6 @@ cudaError_t launch_forward(const KernelForwardParams& params, cudaStream_t strea
   if (launched != cudaErrorNotSupported) return launched;
   if (!is_long_row(params.x_dtype, params.hidden_size) && params.x_dtype != DType::kFloat64)
     return launch_any_norm(params, none, {}, stream);
-  if (is_long) {
-    const cudaError_t launched = launch_forward_long(params, stream);
-    if (launched != cudaErrorNotSupported) return launched;
-  }
   return dispatch_type(params.x_dtype,
                        [&](auto types) { return launch_rows<typename decltype(types)::scalar_t>(params, stream); });
 }

@@ -1,10 +1,11 @@
 // Forward of LayerNorm and RMSNorm for long rows, on cards with the copy engine and clusters of 16 (sm_90, sm_100).
 //
-// A persistent cluster shares each row; a block has the same columns of every row, and keeps their weight and bias in
-// registers. Slices of rows stream through a ring in shared memory: a slice is summed when it arrives, and read again
-// and written as y some rows later, when the sums of the other blocks are there. So x is read from memory once, and no
-// thread waits for an exchange. Clusters claim the next row when they have a free slot: memory is accessed almost
-// in order, and all clusters end together (benchmarks/tuning.md, "Persistent blocks drift apart").
+// Several persistent blocks share each row; a block has the same columns of every row, and keeps their weight and bias
+// in registers. Slices of rows stream through a ring in shared memory: a slice is summed when it arrives, and read
+// again and written as y some rows later, when the sums of the other blocks are there. So x is read from memory once,
+// and no thread waits for an exchange. Up to 16 blocks are a cluster. Clusters claim the next row when they have a free
+// slot: memory is accessed almost in order, and all clusters end together (benchmarks/tuning.md, "Persistent blocks
+// drift apart"). More blocks exchange their sums through global memory, and take rows in turn.
 #include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
@@ -30,9 +31,9 @@ struct Slice {
   int vecs;
 
   template <int kVec>
-  __device__ static Slice of(int64_t hidden_size) {
-    const int64_t all = hidden_size / kVec, blocks = cluster_size(), most = (all + blocks - 1) / blocks;
-    const int64_t first = cluster_rank() * most;
+  __device__ static Slice of(int64_t hidden_size, int64_t blocks, int rank) {
+    const int64_t all = hidden_size / kVec, most = (all + blocks - 1) / blocks;
+    const int64_t first = rank * most;
     return {first * kVec, static_cast<int>(max(min(most, all - first), int64_t{0}))};
   }
 
@@ -46,9 +47,14 @@ struct Slice {
   }
 };
 
-// Whether threads keep bias in registers, like weight; else they read it from the cache for each row.
-template <typename Plan>
-constexpr bool kKeepsBias = Plan::kVecs <= 4;
+// Arguments beside KernelForwardParams.
+struct StreamArguments {
+  float inverse_n;
+  unsigned* next_row;  // a counter in global memory, initially 0; nullptr: rows are assigned round-robin
+  // With a global exchange
+  int blocks;            // that share a row
+  Moments<float>* sums;  // [rows, blocks], initially 0
+};
 
 // Bytes of a slice in the ring, with room for its alignment modulo 128 bytes (see RowRing in row_ring.cuh).
 template <typename Plan>
@@ -72,11 +78,12 @@ struct RingSlot {
 template <typename scalar_t, typename Plan>
 struct StreamBlock {
   static constexpr int kThreads = Plan::kThreads, kVec = Plan::kVec, kWarps = kThreads / 32, kDepth = Plan::kDepth;
+  static constexpr bool kGlobal = Plan::kGlobalExchange;
   static constexpr int kPitch = kSlicePitch<Plan>, kExchangeSlots = kExchanges<Plan>;
   static_assert(kExchangeSlots >= Plan::kDelay + 3 && kDepth > Plan::kDelay && Plan::kDelay > 0);
 
   const KernelForwardParams& params;
-  float inverse_n;
+  const StreamArguments& arguments;
   const uint4* ring_memory;
   int64_t (&claims)[kDepth];          // by the first block
   int64_t (&rows)[kDepth];            // in the ring; -1: the end
@@ -87,9 +94,10 @@ struct StreamBlock {
   // Barriers of each slot, and of each exchange (shared addresses)
   unsigned claimed, arrived, released, summed, exchanged, finished;
 
-  int blocks = cluster_size();
+  int blocks = kGlobal ? arguments.blocks : cluster_size();  // of a row
+  int rank = kGlobal ? static_cast<int>(blockIdx.x) % blocks : cluster_rank();
   int64_t first_row = blockIdx.x / blocks, row_step = gridDim.x / blocks;
-  Slice slice = Slice::of<kVec>(params.hidden_size);
+  Slice slice = Slice::of<kVec>(params.hidden_size, blocks, rank);
   int warp = static_cast<int>(threadIdx.x) / 32, lane = threadIdx.x % 32;
   unsigned memory = shared_address(ring_memory);
 
@@ -113,10 +121,11 @@ struct StreamBlock {
   __device__ static unsigned parity_of(unsigned iteration) { return iteration / kExchangeSlots % 2; }
 
   // Load, by one thread: claims rows, and issues the bulk copies of their slices.
-  __device__ __forceinline__ void produce(unsigned* next_row) {
+  __device__ __forceinline__ void produce() {
+    unsigned* const next_row = arguments.next_row;
     const unsigned bytes = 16 * slice.vecs;
     const char* x = reinterpret_cast<const char*>(static_cast<const scalar_t*>(params.x) + slice.first_col);
-    const bool claims_rows = next_row && cluster_rank() == 0;
+    const bool claims_rows = next_row && rank == 0;
     int64_t next = claims_rows ? atomicAdd(next_row, 1u) : 0;  // requested early, to overlap the waits
     RingSlot<kDepth> ring;
     for (int64_t row = first_row;; row += row_step) {
@@ -148,41 +157,72 @@ struct StreamBlock {
     }
   }
 
-  // Merges the sums that all blocks sent of row `row`, the `iteration`-th of the block, and publishes its statistics.
-  __device__ __forceinline__ void finish_exchange(unsigned iteration, int64_t row) const {
+  // The sums of the block's `iteration`-th row, merged from those of its warps.
+  __device__ __forceinline__ Moments<float> block_sums(unsigned iteration) const {
     const unsigned exchange = exchange_of(iteration);
-    wait_barrier(exchanged + 8 * exchange, parity_of(iteration));
-    Moments<float> part{};
-    if (lane % kMaxCluster < blocks) part = block_parts[exchange][lane % kMaxCluster];
-    const RowNorm<float> norm = finish_row(merge_moments<kMaxCluster>(part, inverse_n), inverse_n, params, row,
-                                           lane == 0 && cluster_rank() == 0);
-    if (lane == 0) norms[exchange] = norm;
-    arrive_of_warp(finished + 8 * exchange);
+    wait_barrier(summed + 8 * exchange, parity_of(iteration));
+    const float inverse_slice = quick_ratio(1.f, max(slice.vecs * kVec, 1));
+    Moments<float> part = merge_moments<kWarps>(warp_parts[exchange][lane % kWarps], inverse_slice);
+    part.n = static_cast<float>(slice.vecs * kVec);
+    return part;
   }
 
-  // Statistics, by one warp: merges the sums of the warps, sends them to all blocks, and finishes the row before.
-  __device__ __forceinline__ void merge_sums() {
-    const float elements = static_cast<float>(slice.vecs * kVec);
-    const float inverse_slice = quick_ratio(1.f, max(slice.vecs * kVec, 1));
+  // Publishes the statistics of row `row`, the `iteration`-th of the block, to its consumer warps.
+  __device__ __forceinline__ void finish(unsigned iteration, int64_t row, const Moments<float>& sums) const {
+    const RowNorm<float> norm = finish_row(sums, arguments.inverse_n, params, row, lane == 0 && rank == 0);
+    if (lane == 0) norms[exchange_of(iteration)] = norm;
+    arrive_of_warp(finished + 8 * exchange_of(iteration));
+  }
+
+  // Statistics, by one warp of each block of a cluster: sends the sums of a row to all blocks, and finishes the row
+  // before.
+  __device__ __forceinline__ void exchange_in_cluster() {
     RingSlot<kDepth> ring;
     unsigned iteration = 0;
     int64_t row_before = 0;
+    const auto finish_before = [&] {
+      if (iteration == 0) return;
+      const unsigned exchange = exchange_of(iteration - 1);
+      wait_barrier(exchanged + 8 * exchange, parity_of(iteration - 1));
+      Moments<float> part{};
+      if (lane % kMaxCluster < blocks) part = block_parts[exchange][lane % kMaxCluster];
+      finish(iteration - 1, row_before, merge_moments<kMaxCluster>(part, arguments.inverse_n));
+    };
     for (;; ++iteration) {
       wait_barrier(arrived + 8 * ring.slot, ring.parity);
       const int64_t row = rows[ring.slot];
       if (row < 0) break;
       ring.next();
+      const Moments<float> part = block_sums(iteration);
       const unsigned exchange = exchange_of(iteration);
-      wait_barrier(summed + 8 * exchange, parity_of(iteration));
-      Moments<float> part = merge_moments<kWarps>(warp_parts[exchange][lane % kWarps], inverse_slice);
-      part.n = elements;
       if (lane == 0) expect_bytes(exchanged + 8 * exchange, blocks * static_cast<unsigned>(sizeof(part)));
-      if (lane < blocks) send_to_peer(&block_parts[exchange][cluster_rank()], exchanged + 8 * exchange, lane, part);
-      if (iteration > 0) finish_exchange(iteration - 1, row_before);
+      if (lane < blocks) send_to_peer(&block_parts[exchange][rank], exchanged + 8 * exchange, lane, part);
+      finish_before();
       row_before = row;
     }
-    // A block must not exit while others send to it
-    if (iteration > 0) finish_exchange(iteration - 1, row_before);
+    finish_before();  // a block must not exit while others send to it
+  }
+
+  // Statistics, by the `which`-th of kExchangeWarps warps, which take rows in turn: publishes the sums of a row in
+  // global memory, and merges those of all blocks.
+  __device__ __forceinline__ void exchange_in_memory(int which) {
+    const int all = static_cast<int>(params.hidden_size / kVec), most = (all + blocks - 1) / blocks;
+    for (unsigned iteration = which;; iteration += kExchangeWarps) {
+      const int64_t row = first_row + iteration * row_step;
+      if (row >= params.rows) break;
+      const Moments<float> part = block_sums(iteration);
+      Moments<float>* const of_row = arguments.sums + row * blocks;
+      if (lane == 0) publish(of_row + rank, part);
+      Moments<float> parts[kWholeCard / 32] = {};
+      for_each_of_blocks<Moments<float>>(
+          of_row, blocks,
+          // A slice without elements has the zeros that are there
+          [&](const Moments<float>& found, int block) {
+            return found.n == static_cast<float>(max(min(all - block * most, most), 0) * kVec);
+          },
+          [&](const Moments<float>& found, int i) { parts[i] = found; });
+      finish(iteration, row, merge_moments(parts, arguments.inverse_n));
+    }
   }
 };
 
@@ -195,31 +235,30 @@ struct StreamRows : StreamBlock<scalar_t, Plan> {
   static constexpr int kSample = sizeof(scalar_t) > 2 || kVecs < 4 ? kVecs : kVecs / 4;  // see tile_moments()
   using Row = RowThreads<kThreads>;
   using Vec = RawVec<scalar_t, kVec>;
+  static constexpr bool kHasBias = Plan::kHasBias;
   using Weights = RawVec<weight_t, kVec>[kVecs];
-  using Biases = RawVec<weight_t, kVec>[kKeepsBias<Plan> ? kVecs : 1];
+  using Biases = RawVec<weight_t, kVec>[kHasBias ? kVecs : 1];
 
   Weights& weight;  // a member array would keep the compiler from splitting this object into registers early
   Biases& bias;
-  int rank = threadIdx.x;
-  int64_t own_col = slice.first_col + rank * kVec;
+  int own = threadIdx.x;  // the thread's first vector of the slice
+  int64_t own_col = slice.first_col + own * kVec;
   float weight_offset;
   int sampled;
   float held;
 
-  __device__ bool has(int v) const { return v * kThreads + rank < slice.vecs; }
-  __device__ RawVec<weight_t, kVec> load_bias(int v) const {
-    if (!params.bias || !has(v)) return zero_vec<weight_t, kVec>();
-    return load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.bias) + own_col + v * kThreads * kVec);
-  }
+  __device__ bool has(int v) const { return v * kThreads + own < slice.vecs; }
   __device__ __forceinline__ StreamRows(const Block& block, Weights& weight, Biases& bias)
       : Block(block), weight(weight), bias(bias) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       weight[v] = one_vec<weight_t, kVec>();
-      if (params.weight && has(v))
-        weight[v] =
-            load_vec<weight_t, kVec>(static_cast<const weight_t*>(params.weight) + own_col + v * kThreads * kVec);
-      if constexpr (kKeepsBias<Plan>) bias[v] = load_bias(v);
+      if constexpr (kHasBias) bias[v] = zero_vec<weight_t, kVec>();
+      const auto load = [&](const void* parameter) {
+        return load_vec<weight_t, kVec>(static_cast<const weight_t*>(parameter) + own_col + v * kThreads * kVec);
+      };
+      if (params.weight && has(v)) weight[v] = load(params.weight);
+      if (kHasBias && params.bias && has(v)) bias[v] = load(params.bias);
     }
     weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0.f;
     sampled = slice.template warp_elements<kThreads, kVec>(kSample);
@@ -231,7 +270,7 @@ struct StreamRows : StreamBlock<scalar_t, Plan> {
   }
   __device__ Vec read(unsigned at, int v) const {
     Vec raw;
-    raw.words[0] = load_shared<uint4>(at + 16 * (v * kThreads + rank));
+    raw.words[0] = load_shared<uint4>(at + 16 * (v * kThreads + own));
     return raw;
   }
 
@@ -274,13 +313,13 @@ struct StreamRows : StreamBlock<scalar_t, Plan> {
   __device__ __forceinline__ void write(unsigned at, const RowNorm<float>& norm, int64_t y_index, All all,
                                         Plain plain) {
     optimization_barrier(weight);  // or the widened values are kept, in twice the registers
-    if constexpr (kKeepsBias<Plan>) optimization_barrier(bias);
+    if constexpr (kHasBias) optimization_barrier(bias);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       if (!all && !has(v)) continue;
-      float values[kVec], scale[kVec], offset[kVec];
+      float values[kVec], scale[kVec], offset[kVec] = {};
       unpack(weight[v], scale);
-      unpack(kKeepsBias<Plan> ? bias[kKeepsBias<Plan> ? v : 0] : load_bias(v), offset);
+      if constexpr (kHasBias) unpack(bias[v], offset);
       unpack(read(at, v), values);
       if (!plain) {
 #pragma unroll
@@ -339,15 +378,13 @@ struct StreamRows : StreamBlock<scalar_t, Plan> {
   }
 };
 
-// Beside the consumer warps, which sum and write, one producer warp loads slices, and one warp merges the sums of warps
-// and blocks. They synchronize row by row through mbarriers.
-//
-// next_row: a counter in global memory, initially 0; nullptr: rows are assigned round-robin. The bits of a row do not
-// depend on its cluster.
+// Beside the consumer warps, which sum and write, one producer warp loads slices, and other warps merge the sums of
+// warps and blocks. They synchronize row by row through mbarriers. The bits of a row do not depend on the blocks that
+// have it.
 template <typename scalar_t, typename weight_t, typename Plan>
-__global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
-    norm_forward_stream_kernel(const __grid_constant__ KernelForwardParams params, float inverse_n,
-                               unsigned* next_row) {
+__global__ void __launch_bounds__(kStreamThreads<Plan>, 1)
+    norm_forward_stream_kernel(const __grid_constant__ KernelForwardParams params,
+                               const __grid_constant__ StreamArguments arguments) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint4 ring_memory[];
   constexpr int kSlots = kExchanges<Plan>;
@@ -359,7 +396,7 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
   alignas(16) __shared__ Moments<float> block_parts[kSlots][kMaxCluster];
   __shared__ RowNorm<float> norms[kSlots];
   StreamBlock<scalar_t, Plan> block{params,
-                                    inverse_n,
+                                    arguments,
                                     ring_memory,
                                     claims,
                                     rows,
@@ -374,11 +411,19 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
                                     shared_address(exchanged),
                                     shared_address(finished)};
   if (threadIdx.x == 0) block.init_barriers();
-  cluster_sync();
+  if constexpr (Plan::kGlobalExchange) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
   if (block.warp == block.kWarps) {
-    if (block.lane == 0) block.produce(next_row);
-  } else if (block.warp == block.kWarps + 1) {
-    block.merge_sums();
+    if (block.lane == 0) block.produce();
+  } else if (block.warp > block.kWarps) {
+    if constexpr (Plan::kGlobalExchange) {
+      block.exchange_in_memory(block.warp - block.kWarps - 1);
+    } else {
+      block.exchange_in_cluster();
+    }
   } else {
     using Rows = StreamRows<scalar_t, weight_t, Plan>;
     typename Rows::Weights weight;
@@ -390,63 +435,108 @@ __global__ void __launch_bounds__(kStreamThreads<Plan>, Plan::kBlocksPerSm)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// The number of resident clusters of a kernel on the current device; 0 if none fits, as in a MIG slice.
-template <typename Kernel>
-int clusters_at_once(Kernel kernel, const DeviceFacts& facts, int threads, int bytes, int cluster) {
-  cudaFuncAttributes attributes{};
-  int clusters = 0;
-  const ClusterLaunch one(cluster, threads, bytes, cluster);
-  const bool runs = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
-                    static_cast<int>(attributes.sharedSizeBytes) + bytes <= facts.shared_bytes &&
-                    allow_more(kernel, bytes, facts.max_cluster) == cudaSuccess &&
-                    cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config) == cudaSuccess;
-  if (runs) return std::min(clusters, kMostClusters);
-  cudaGetLastError();  // clear the error of a query
-  return 0;
-}
+// How many blocks share a row, and how many rows run at once; 0: none.
+struct StreamGrid {
+  int blocks = 0, rows = 0;
+
+  // Workspace: the counter, or the sums of the blocks.
+  int64_t workspace(const KernelForwardParams& params) const {
+    if (rows == 0) return 0;
+    return blocks > kMaxCluster ? params.rows * blocks * static_cast<int64_t>(sizeof(Moments<float>))
+                                : static_cast<int64_t>(sizeof(unsigned));
+  }
+};
+
+template <typename Plan>
+constexpr int kStreamBytes = Plan::kDepth * kSlicePitch<Plan>;
 
 template <typename scalar_t, typename weight_t, typename Plan>
-cudaError_t launch_plan(const KernelForwardParams& params, const DeviceFacts& facts, cudaStream_t stream) {
-  constexpr int kDevices = 64, kThreads = kStreamThreads<Plan>, kBytes = Plan::kDepth * kSlicePitch<Plan>;
-  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // 0: unknown, else 1 + clusters
+StreamGrid stream_grid(const KernelForwardParams& params, const DeviceFacts& facts) {
+  constexpr int kDevices = 64, kThreads = kStreamThreads<Plan>, kBytes = kStreamBytes<Plan>;
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // by blocks of a cluster: 0: unknown, else 1 + at once
+  if (facts.max_cluster < kMaxCluster || params.hidden_size % Plan::kVec != 0) return {};  // never measured
   const int64_t tile = Plan::kThreads * Plan::kVecs * Plan::kVec;
-  int cluster = 2;  // powers of two fill the GPCs of a card
-  while (cluster * tile < params.hidden_size) cluster *= 2;
-  if (cluster > facts.max_cluster || params.hidden_size % Plan::kVec != 0) return cudaErrorNotSupported;
-
-  const auto kernel = norm_forward_stream_kernel<scalar_t, weight_t, Plan>;
-  int clusters = facts.device < kDevices ? known[facts.device][cluster].load(std::memory_order_acquire) - 1 : -1;
-  if (clusters < 0) {
-    clusters = clusters_at_once(kernel, facts, kThreads, kBytes, cluster);
-    if (facts.device < kDevices) known[facts.device][cluster].store(1 + clusters, std::memory_order_release);
+  int cluster = 1;
+  StreamGrid grid;
+  if (Plan::kGlobalExchange) {
+    grid.blocks = peers_for<Plan>(params.hidden_size / Plan::kVec, facts.multiprocessors);
+    if (grid.blocks * tile < params.hidden_size) return {};
+  } else {
+    while (cluster == 1 || cluster * tile < params.hidden_size) cluster *= 2;  // powers of two fill the GPCs of a card
+    grid.blocks = cluster;
   }
-  if (clusters == 0) return cudaErrorNotSupported;
-  unsigned* next_row = params.rows >= kClaimedRows * clusters ? static_cast<unsigned*>(params.workspace) : nullptr;
-  if (next_row) {
-    const cudaError_t error = cudaMemsetAsync(next_row, 0, sizeof(*next_row), stream);
-    if (error != cudaSuccess) return error;
+  int at_once = facts.device < kDevices ? known[facts.device][cluster].load(std::memory_order_acquire) - 1 : -1;
+  if (at_once < 0) {
+    const auto kernel = norm_forward_stream_kernel<scalar_t, weight_t, Plan>;
+    cudaFuncAttributes attributes{};
+    const ClusterLaunch one(cluster, kThreads, kBytes, cluster);
+    const bool runs = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+                      static_cast<int>(attributes.sharedSizeBytes) + kBytes <= facts.shared_bytes &&
+                      allow_more(kernel, kBytes, facts.max_cluster) == cudaSuccess &&
+                      (cluster == 1 || cudaOccupancyMaxActiveClusters(&at_once, kernel, &one.config) == cudaSuccess);
+    if (cluster == 1) at_once = facts.multiprocessors;
+    if (!runs) {  // as in a MIG slice
+      cudaGetLastError();
+      at_once = 0;
+    }
+    if (facts.device < kDevices) known[facts.device][cluster].store(1 + at_once, std::memory_order_release);
   }
-  const ClusterLaunch launch(std::min<int64_t>(params.rows, clusters) * cluster, kThreads, kBytes, cluster, stream);
-  return cudaLaunchKernelEx(&launch.config, kernel, params, inverse_of<float>(params.hidden_size), next_row);
+  grid.rows = std::min(cluster == 1 ? at_once / grid.blocks : at_once, kMostClusters);
+  return grid;
 }
 
-}  // namespace
-
-cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream) {
+// Calls f(kernel, Plan, StreamGrid).
+template <typename F>
+cudaError_t dispatch_stream(const KernelForwardParams& params, F&& f) {
   DeviceFacts facts;
   const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
-  if (facts.max_cluster < kMaxCluster) return cudaErrorNotSupported;  // never measured on such cards
   return dispatch_types(params.x_dtype, params.weight_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
     using weight_t = typename decltype(types)::weight_t;
     if constexpr (sizeof(scalar_t) == 8) {
       return cudaErrorNotSupported;
     } else {
-      return dispatch_plan<StreamLadder<scalar_t, weight_t>>(params.hidden_size, facts.max_cluster, [&](auto plan) {
-        return launch_plan<scalar_t, weight_t, decltype(plan)>(params, facts, stream);
-      });
+      const auto launch = [&](auto plan) {
+        const auto kernel = norm_forward_stream_kernel<scalar_t, weight_t, decltype(plan)>;
+        return f(kernel, plan, stream_grid<scalar_t, weight_t, decltype(plan)>(params, facts));
+      };
+      if constexpr (sizeof(scalar_t) == 4) {
+        if (has_no_bias_plan(params.bias, params.hidden_size)) return launch(NoBiasPlan{});
+      }
+      return dispatch_plan<StreamLadder<scalar_t, weight_t>>(params.hidden_size, facts.max_cluster, launch);
     }
+  });
+}
+
+}  // namespace
+
+int64_t forward_long_workspace(const KernelForwardParams& params) {
+  int64_t bytes = 0;
+  dispatch_stream(params, [&](auto, auto, const StreamGrid& grid) {
+    bytes = grid.workspace(params);
+    return cudaSuccess;
+  });
+  return bytes;
+}
+
+cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream) {
+  return dispatch_stream(params, [&](auto kernel, auto plan, const StreamGrid& grid) {
+    using Plan = decltype(plan);
+    if (grid.rows == 0) return cudaErrorNotSupported;
+    StreamArguments arguments{inverse_of<float>(params.hidden_size), nullptr, grid.blocks, nullptr};
+    if (Plan::kGlobalExchange) {
+      arguments.sums = static_cast<Moments<float>*>(params.workspace);
+    } else if (params.rows >= kClaimedRows * grid.rows) {
+      arguments.next_row = static_cast<unsigned*>(params.workspace);
+    }
+    if (arguments.sums || arguments.next_row) {
+      const cudaError_t error = cudaMemsetAsync(params.workspace, 0, grid.workspace(params), stream);
+      if (error != cudaSuccess) return error;
+    }
+    const ClusterLaunch launch(std::min<int64_t>(params.rows, grid.rows) * grid.blocks, kStreamThreads<Plan>,
+                               kStreamBytes<Plan>, grid.blocks, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel, params, arguments);
   });
 }
 

@@ -1,4 +1,5 @@
-// Forward and backward of rows so long that few of them, or one, must occupy the whole card.
+// Forward and backward of rows that a cluster cannot hold, nor the whole card (norm_forward_long.cu, backward_fused.cuh),
+// or that are ragged, or of fp64.
 //
 // A row is cut into slices; their number depends on its length. The first kernel of each direction stores the sums of
 // every slice; the second merges the slices of a row, always in the same order, and finishes the row. So x (and
@@ -545,7 +546,7 @@ cudaError_t launch_forward_huge(const KernelForwardParams& params, cudaStream_t 
 
 // Weight gradients alone need no sums along a row: the split strategy takes them (norm_backward.cu).
 bool is_huge_backward(const KernelBackwardParams& params) {
-  return params.hidden_size > kHugeBackwardColumns && params.grad_input;
+  return params.hidden_size > kClusterColumns && params.grad_input;
 }
 
 int64_t backward_huge_workspace(const KernelBackwardParams& params) {

@@ -47,19 +47,28 @@ struct Work {
                                             : 2;  // at most: x, grad_output, grad_residual_out, gate's x
 };
 
+// A block's sums along its slice of a row, in global memory.
+struct alignas(16) BlockSums {
+  float first, second;
+  unsigned is_there;
+};
+
 // Arguments of a fused kernel beside KernelBackwardParams.
 struct FusedArguments {
   GradStages stages;
-  int cluster, threads, rows, slice, warp_slice;  // of FusedRowsPlan; slice in elements
+  int cluster, threads, rows, slice, warp_slice;  // of FusedRowsPlan; slice in elements. cluster: blocks of a row
   int inverse_of_warps;   // 1024 / warps of a row, rounded up, so that `warp * inverse_of_warps >> 10` is a row
   int row_step;           // from a row of a block to its next one
   unsigned element_step;  // the same in elements of a result: at most what all blocks hold, so that it fits
   int depth, slot_bytes;  // of the ring: its slots, and RowRing::slot_bytes_of()
-  int sums, exchange;     // of SumExchange: sums of a row, and its place in shared memory
+  int sums, exchange;     // of SumExchange: sums in a slot, and its place in shared memory
   float inverse_n;
   // With an epilogue: norm_scale multiplies weight and bias so that u is scaled for slope(); the other factors correct
   // the sums along the row, wdy, and the sums along the columns.
   float norm_scale, sum_factor, wdy_factor, column_factor;
+  // With a global exchange
+  BlockSums* block_sums;  // [rows, cluster], initially 0
+  int behind;             // iterations from a row's sums to its end
 };
 
 // The threads of a row and the rows of a block: run-time values, but where a row has one warp or less.
@@ -70,12 +79,19 @@ __device__ __forceinline__ int threads_of_row(const FusedArguments& arguments) {
 // Warps of a block that have rows.
 template <typename Shape>
 __device__ __forceinline__ int consumer_warps() {
-  return blockDim.x / 32 - Shape::kHasProducer;
+  return blockDim.x / 32 - Shape::kHasProducer - Shape::kExchangers;
 }
 
-// The columns of a block: all, or a slice if a cluster shares the row; and its rows: of all, or of one segment.
+// In the grid, the index of this block or of the blocks that share rows with it.
+template <typename Shape>
+__device__ __forceinline__ int index_of_blocks(const FusedArguments& arguments) {
+  const int block = static_cast<int>(blockIdx.x);
+  return Shape::kClusters ? cluster_index() : Shape::kGlobalExchange ? block / arguments.cluster : block;
+}
+
+// The columns of a block: all, or a slice if several blocks share the row; and its rows: of all, or of one segment.
 struct Slice {
-  int rank;                 // of the block in its cluster
+  int rank;                 // of the block, in its cluster or among all blocks of the row
   int64_t first_col;        // a multiple of the vector
   int elements;             // may be 0 in the last blocks
   int first_row, end_row;   // the block's first row; its other rows follow it. 32 bits: kFusedMaxRows
@@ -85,11 +101,13 @@ struct Slice {
   template <typename Shape>
   __device__ static Slice of(const KernelBackwardParams& params, const FusedArguments& arguments) {
     Slice slice;
-    slice.rank = Shape::kClusters ? cluster_rank() : 0;
+    slice.rank = Shape::kClusters         ? cluster_rank()
+                 : Shape::kGlobalExchange ? static_cast<int>(blockIdx.x) % arguments.cluster
+                                          : 0;
     slice.first_col = static_cast<int64_t>(slice.rank) * arguments.slice;
     slice.elements =
         static_cast<int>(max(min(int64_t{arguments.slice}, params.hidden_size - slice.first_col), int64_t{0}));
-    const int cluster = Shape::kClusters ? cluster_index() : static_cast<int>(blockIdx.x);
+    const int cluster = index_of_blocks<Shape>(arguments);
     slice.first_row = cluster * arguments.rows;
     slice.end_row = static_cast<int>(params.rows);
     slice.segment = 0;
@@ -116,10 +134,9 @@ struct Slice {
 };
 
 // Shared memory of a ring beside its slots; the same for every path.
-constexpr int kMaxDepth = 4;
 template <typename scalar_t, typename Shape>
 struct RingBarriers {
-  static constexpr int kMostRows = Shape::kMostRows;
+  static constexpr int kMostRows = Shape::kMostRows, kMaxDepth = Shape::kMaxDepth;
   uint64_t full[kMaxDepth], empty[kMaxDepth];
   uint4 entries[kMaxDepth][kMostRows];  // RowRing::Entry
   float mean_tails[sizeof(scalar_t) == 4 ? kMaxDepth : 1][kMostRows];
@@ -156,7 +173,8 @@ template <typename scalar_t, typename Shape, typename Work>
 struct RowRing {
   using grad_t = typename Work::grad_t;
   using Barriers = RingBarriers<scalar_t, Shape>;
-  static constexpr int kVec = Shape::kVec, kVecs = Shape::kVecs, kMostRows = Shape::kMostRows;
+  static constexpr int kVec = Shape::kVec, kVecs = Shape::kVecs;
+  static constexpr int kMostRows = Shape::kMostRows, kMaxDepth = Shape::kMaxDepth;
   static constexpr int kVecBytes = kVec * static_cast<int>(sizeof(scalar_t));
   static constexpr bool kAligned = kVecBytes % 8 == 0;  // rows are made of whole 16 bytes
   // Bytes of a row in a slot, with room for its alignment modulo 128
@@ -204,7 +222,9 @@ struct RowRing {
   __device__ unsigned start(int of_slot, int tensor) const {
     return memory + of_slot * arguments.slot_bytes + start_of(tensor, arguments.slice, arguments.rows);
   }
-  __device__ int slot_before() const { return slot == 0 ? arguments.depth - 1 : slot - 1; }
+  __device__ int slot_before(int count = 1) const {
+    return slot < count ? slot + arguments.depth - count : slot - count;
+  }
   __device__ void next_slot() {
     if (++slot == arguments.depth) {
       slot = 0;
@@ -260,8 +280,8 @@ struct RowRing {
       };
       [[maybe_unused]] const char* end = row_at(static_cast<int>(params.rows) - 1) + row_bytes;  // of the tensor
       // Whether the rows of an iteration are contiguous, and so one copy
-      const bool dense =
-          !Shape::kClusters && source.strides.is_even(params.rows) && source.strides.row_stride == params.hidden_size;
+      const bool dense = !Shape::kClusters && !Shape::kGlobalExchange && source.strides.is_even(params.rows) &&
+                         source.strides.row_stride == params.hidden_size;
       const int row_count = slice.end_row;
       // Statistics are loaded one iteration ahead: rstd and mean_tail in the lanes for x, mean in those for
       // grad_output. The loads are synchronous on purpose: the block that is furthest ahead waits for memory here,
@@ -485,17 +505,23 @@ struct RowRing {
   }
 };
 
-// An asynchronous all-reduce of a row's sums between the warps of its block or cluster: each warp publishes its sums
-// with share(), and collect() waits for those of all, as late as possible. Four exchanges may be in flight: a warp can
-// share row j only after all have shared row j - 2, and so have collected row j - 4.
+// An asynchronous all-reduce of a row's sums between the warps of its blocks: each warp publishes its sums with
+// share(), and collect() waits for those of all, as late as possible. Four exchanges may be in flight: a warp can share
+// row j only after all have shared row j - 2, and so have collected row j - 4. With a global exchange there are more.
+//
+// The blocks of a cluster write to each other's shared memory. With a global exchange kExchangeWarps more warps of each
+// block take rows in turn: one adds up the sums of the block's warps, publishes the result in global memory, and
+// collects those of the other blocks.
 template <typename Shape, typename T>
 struct SumExchange {
-  static constexpr int kSlots = 4;
+  static constexpr bool kGlobal = Shape::kGlobalExchange;
+  static constexpr int kSlots = kGlobal ? 16 : 4;
   using Lanes = RowThreads<32>;
 
-  // A slot has the sums of all warps of the row, and a barrier. Of the row's first slot, shared addresses: `slots`;
-  // `target` where this lane writes (in a cluster to block `lane % 16`, the lower half-warp the first sum, the upper
-  // half the second); `peer` of the slot in that block.
+  // A slot has the sums of all warps of the row, or of the block, and a barrier; with a global exchange then the total
+  // and its barrier. Of the row's first slot, shared addresses: `slots`; `target` where this lane writes (in a cluster
+  // to block `lane % 16`, the lower half-warp the first sum, the upper half the second); `peer` of the slot in that
+  // block.
   unsigned slots, target, peer;
   const FusedArguments& arguments;
 
@@ -509,7 +535,7 @@ struct SumExchange {
       const int lane = threadIdx.x % 32, warps = threads_of_row<Shape>(arguments) / 32;
       const unsigned first = shared_address(memory) + arguments.exchange;
       slots = first + group * kSlots * slot_bytes();
-      target = slots + (slice.rank * warps + warp) * static_cast<unsigned>(sizeof(Pair<T>)) +
+      target = slots + ((Shape::kClusters ? slice.rank * warps : 0) + warp) * static_cast<unsigned>(sizeof(Pair<T>)) +
                lane / 16 * static_cast<unsigned>(sizeof(T));
       peer = slots;
       if (Shape::kClusters && lane % 16 < arguments.cluster) {
@@ -519,6 +545,7 @@ struct SumExchange {
       if (kHasRoom<Shape>) asm volatile("" : "+r"(slots), "+r"(target), "+r"(peer));
       for (int i = threadIdx.x; i < arguments.rows * kSlots; i += blockDim.x) {
         init_barrier(first + i * slot_bytes() + ready_at(), Shape::kClusters ? 1 : warps * kWarpArrivals);
+        if constexpr (kGlobal) init_barrier(first + i * slot_bytes() + done_at(), kWarpArrivals);
         fence_barrier_init();
       }
     }
@@ -538,19 +565,49 @@ struct SumExchange {
     }
   }
   __device__ Pair<T> collect(unsigned iteration) {
-    const unsigned slot = slots + iteration % kSlots * slot_bytes();
-    wait_barrier(slot + ready_at(), iteration / kSlots % 2);
+    const unsigned slot = slot_of(iteration);
+    wait_barrier(slot + (kGlobal ? done_at() : ready_at()), parity_of(iteration));
+    if constexpr (kGlobal) return load_shared<Pair<T>>(slot + total_at());
     const Pair<T>* found = shared_pointer<const Pair<T>>(slot);
     return Shape::kClusters ? sum_of_warps(found, arguments.sums) : sum_of_few_warps(found, arguments.sums);
   }
 
+  // The loop of the `which`-th of the warps for a global exchange.
+  __device__ void exchange_rows(const Slice& slice, int which) const {
+    if constexpr (kGlobal) {
+      const int lane = threadIdx.x % 32, blocks = arguments.cluster;
+#pragma unroll 1
+      for (unsigned iteration = which;; iteration += kExchangeWarps) {
+        const int64_t row = slice.first_row + static_cast<int64_t>(iteration) * arguments.row_step;
+        if (row >= slice.end_row) break;
+        const unsigned slot = slot_of(iteration);
+        wait_barrier(slot + ready_at(), parity_of(iteration));
+        const Pair<T> sums = sum_of_few_warps(shared_pointer<const Pair<T>>(slot), arguments.sums);
+        BlockSums* const of_row = arguments.block_sums + row * blocks;
+        if (lane == 0) publish(of_row + slice.rank, BlockSums{sums.first, sums.second, 1});
+        Pair<T> total{0, 0};
+        for_each_of_blocks<BlockSums>(
+            of_row, blocks, [](const BlockSums& found, int) { return found.is_there; },
+            [&](const BlockSums& found, int) { total = {total.first + found.first, total.second + found.second}; });
+        const T half = lanes_half_sum<Lanes, 32>(total);
+        if (lane % 16 == 0) store_shared(slot + total_at() + lane / 16 * static_cast<unsigned>(sizeof(T)), half);
+        arrive_of_warp(slot + done_at());
+      }
+    }
+  }
+
  private:
   __host__ __device__ static int slot_bytes_of(int sums) {
-    return sums * static_cast<int>(sizeof(Pair<T>)) + static_cast<int>(sizeof(uint64_t));
+    const int bytes = sums * static_cast<int>(sizeof(Pair<T>)) + static_cast<int>(sizeof(uint64_t));
+    return kGlobal ? bytes + static_cast<int>(sizeof(Pair<T>) + sizeof(uint64_t)) : bytes;
   }
   __device__ int slot_bytes() const { return slot_bytes_of(arguments.sums); }
-  // Of a slot's barrier, behind the sums.
+  __device__ unsigned slot_of(unsigned iteration) const { return slots + iteration % kSlots * slot_bytes(); }
+  __device__ static unsigned parity_of(unsigned iteration) { return iteration / kSlots % 2; }
+  // Of a slot's barrier, behind the sums; of the total, and of its barrier.
   __device__ unsigned ready_at() const { return arguments.sums * static_cast<unsigned>(sizeof(Pair<T>)); }
+  __device__ unsigned total_at() const { return ready_at() + static_cast<unsigned>(sizeof(uint64_t)); }
+  __device__ unsigned done_at() const { return total_at() + static_cast<unsigned>(sizeof(Pair<T>)); }
 };
 
 }  // namespace
