@@ -1,5 +1,5 @@
-// Forward and backward of rows that a cluster cannot hold, nor the whole card (norm_forward_long.cu, backward_fused.cuh),
-// or that are ragged, or of fp64.
+// Forward and backward of rows that a cluster cannot hold, nor the whole card (norm_forward_long.cu,
+// backward_fused.cuh), or that are ragged, or of fp64.
 //
 // A row is cut into slices; their number depends on its length. The first kernel of each direction stores the sums of
 // every slice; the second merges the slices of a row, always in the same order, and finishes the row. So x (and
