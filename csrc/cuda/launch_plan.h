@@ -35,6 +35,7 @@ constexpr int64_t kMaxRowsOfLaunch = int64_t{1} << 30;
 // max_cluster: a cluster of up to so many blocks shares a row that is too long for one block (sm_90 and later). A
 // template parameter, because its few instructions cost registers: with clusters in every plan, forward at N = 4096
 // bf16 fell from 0.91 to 0.80 of the copy (H200).
+//
 // kWholeCard: blocks of up to that many SMs share a row and exchange their sums through global memory. They must run at
 // the same time: a cooperative launch.
 constexpr int kWholeCard = 160;
@@ -192,8 +193,8 @@ struct StreamPlan : RowPlan<threads, vecs, vec, max_cluster> {
 //
 // By the whole card, H200, us: bf16 393216 columns by slices of 16384 columns 166, of 8192 226 (two launches of
 // norm_huge.cu: 295); 1048576 170, 211 (290); fp32 262144 by slices of 8192 172, of 4096 205 (a cluster of 16 with bias
-// in the cache 189), 524288 180, 235 (273). A cluster of 16 is faster where it holds the row with
-// its weight and bias in registers: bf16 262144 139, by the whole card 226.
+// in the cache 189), 524288 180, 235 (273). A cluster of 16 is faster where its registers hold weight and bias: bf16
+// 262144 139, by the whole card 226.
 template <typename scalar_t, typename weight_t>
 struct StreamLadder {
   using type = Ladder<StreamPlan<512, 4, 8, 6, 3, 16>, StreamPlan<512, 4, 8, 6, 3, kWholeCard>>;
@@ -208,7 +209,7 @@ struct StreamLadder<float, float> {
       Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>, StreamPlan<512, 4, 4, 6, 3, kWholeCard>>;
 };
 
-// fp32 rows of 131073 to 262144 columns without bias: RMSNorm of 262144 columns 148 us, by the whole card 170 (H200).
+// fp32 rows of 131073 to 262144 columns without bias: RMSNorm of 262144 columns 142 us, by the whole card 170 (H200).
 using NoBiasPlan = StreamPlan<512, 8, 4, 3, 1, 16, false>;
 constexpr bool has_no_bias_plan(bool has_bias, int64_t hidden_size) {
   return !has_bias && hidden_size > 131072 && hidden_size <= 262144;

@@ -32,8 +32,8 @@ cudaError_t launch_any_norm(const KernelForwardParams& params, const LoadStage& 
 // for fp64.
 cudaError_t launch_forward_ragged(const KernelForwardParams& params, cudaStream_t stream);
 
-// norm_forward_long.cu: streams long rows through persistent blocks. Returns cudaErrorNotSupported for rows or cards
-// without such a kernel; the choice depends on hidden_size, dtypes and the card only, because the two kernels round
+// norm_forward_long.cu: streams long rows through persistent blocks. Returns cudaErrorNotSupported for rows, cards or
+// contexts without such a kernel; the choice does not depend on the number of rows, because the kernels round
 // differently.
 int64_t forward_long_workspace(const KernelForwardParams& params);
 cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t stream);

@@ -536,7 +536,10 @@ cudaError_t launch_forward_long(const KernelForwardParams& params, cudaStream_t 
     }
     const ClusterLaunch launch(std::min<int64_t>(params.rows, grid.rows) * grid.blocks, kStreamThreads<Plan>,
                                kStreamBytes<Plan>, grid.blocks, stream);
-    return cudaLaunchKernelEx(&launch.config, kernel, params, arguments);
+    const cudaError_t launched = cudaLaunchKernelEx(&launch.config, kernel, params, arguments);
+    if (launched != cudaErrorCooperativeLaunchTooLarge) return launched;
+    cudaGetLastError();  // the context has fewer SMs than the card, as a green context
+    return cudaErrorNotSupported;
   });
 }
 
