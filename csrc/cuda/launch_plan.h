@@ -78,6 +78,10 @@ constexpr int kExchangeWarps = 3;
 template <typename Plan>
 constexpr bool kManyTiles = Plan::kClusters;
 
+// What a cluster of 16 holds: 8192 columns a block, backward and where forward keeps float32 weight and bias, else
+// twice as many.
+constexpr int64_t kClusterColumns = 16 * 8192;
+
 template <typename... Plans>
 struct Ladder {};
 
@@ -209,10 +213,10 @@ struct StreamLadder<float, float> {
       Ladder<StreamPlan<256, 4, 4, 8, 2, 8>, StreamPlan<512, 4, 4, 6, 2, 16>, StreamPlan<512, 4, 4, 6, 3, kWholeCard>>;
 };
 
-// fp32 rows of 131073 to 262144 columns without bias: RMSNorm of 262144 columns 142 us, by the whole card 170 (H200).
+// fp32 rows without bias: RMSNorm of 262144 columns 142 us, by the whole card 170 (H200).
 using NoBiasPlan = StreamPlan<512, 8, 4, 3, 1, 16, false>;
 constexpr bool has_no_bias_plan(bool has_bias, int64_t hidden_size) {
-  return !has_bias && hidden_size > 131072 && hidden_size <= 262144;
+  return !has_bias && hidden_size > kClusterColumns && hidden_size <= 2 * kClusterColumns;
 }
 
 template <typename Plan>
@@ -562,9 +566,8 @@ constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer row
 
 // Rows longer than a cluster of 16 holds at once are huge, if the whole card does not hold them either.
 constexpr int64_t huge_forward_columns(DType x_dtype, DType weight_dtype) {
-  return weight_dtype == x_dtype && x_dtype != DType::kFloat64 ? 262144 : 131072;
+  return (weight_dtype == x_dtype && x_dtype != DType::kFloat64 ? 2 : 1) * kClusterColumns;
 }
-constexpr int64_t kClusterColumns = 131072;
 
 // The registers of a block: vectors of 16 bytes, or elements of ragged rows. With 512 threads and two blocks an SM, the
 // second forward kernel spills.

@@ -507,7 +507,8 @@ struct RowRing {
 
 // An asynchronous all-reduce of a row's sums between the warps of its blocks: each warp publishes its sums with
 // share(), and collect() waits for those of all, as late as possible. Four exchanges may be in flight: a warp can share
-// row j only after all have shared row j - 2, and so have collected row j - 4. With a global exchange there are more.
+// row j only after all have shared row j - 2, and so have collected row j - 4. With a global exchange 16 may be: a warp
+// shares row j only after it has collected row j - behind - 1.
 //
 // The blocks of a cluster write to each other's shared memory. With a global exchange kExchangeWarps more warps of each
 // block take rows in turn: one adds up the sums of the block's warps, publishes the result in global memory, and
