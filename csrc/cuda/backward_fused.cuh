@@ -37,11 +37,10 @@ constexpr bool has_shape(Ladder<Plans...>) {
 template <typename scalar_t, typename Shape>
 constexpr bool kTakesPlain =
     kReadsElements<Shape> || Shape::kGlobalExchange || has_shape<Shape>(typename BackwardLadder<scalar_t>::type{});
-// The path from y keeps bias in registers, which ragged rows and the longest rows do not leave.
+// The path from y keeps bias in registers, which ragged rows do not leave.
 constexpr int64_t kFromYColumns = 65536;
 template <typename scalar_t, typename Shape>
-constexpr bool kTakesFromY =
-    kTakesPlain<scalar_t, Shape> && !kReadsElements<Shape> && !Shape::kGlobalExchange && Shape::kVecs <= 4;
+constexpr bool kTakesFromY = kTakesPlain<scalar_t, Shape> && !kReadsElements<Shape> && !Shape::kGlobalExchange;
 template <typename scalar_t, typename Shape>
 constexpr bool kTakesLoad = kReadsElements<Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
 
@@ -110,46 +109,61 @@ struct ColumnSums {
   acc_type<scalar_t> sums[kSums][Shape::kVecs][Shape::kVec];
 };
 
-// The row and the columns of a thread.
+// The columns of a thread: of lane `lane` of the row's warp `warp`, or where several rows share a warp of its lanes.
 template <typename scalar_t, typename Shape>
-struct BlockThreads {
+struct ThreadColumns {
   static constexpr int kVecs = Shape::kVecs, kVec = Shape::kVec, kLanes = Shape::kLanes;
   static constexpr bool kAligned = kVec * sizeof(scalar_t) % 8 == 0;
 
-  const Slice& slice;
-  // The warp of the block, and where a row has a warp the row of the block: provably uniform in a warp, so that
-  // shuffles need no convergence code, 15 instructions a row
-  int warp, group;
-  int warp_of_row, own;                                // own: the first vector of this thread in the slice
+  int own;                                             // the first vector of this thread in the slice
   RegisterSlots<kVecs, kVec, kLanes, !kAligned> held;  // of a warp's part of the slice
 
-  __device__ BlockThreads(const Slice& slice, const FusedArguments& arguments)
-      : slice(slice),
-        warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
-        group(kLanes < 32 ? static_cast<int>(threadIdx.x) / kLanes : warp),
-        warp_of_row(0),
-        held(0, 0) {
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    if constexpr (!Shape::kOneWarp) {
-      group = warp * arguments.inverse_of_warps >> 10;
-      warp_of_row = warp - group * (arguments.threads / 32);
-    }
-    const int first = warp_of_row * arguments.warp_slice;
-    const bool is_last = Shape::kOneWarp || warp_of_row + 1 == arguments.threads / 32;
+  __device__ ThreadColumns(const Slice& slice, const FusedArguments& arguments, int warp, int lane) : held(0, 0) {
+    const int first = warp * arguments.warp_slice;
+    const bool is_last = Shape::kOneWarp || warp + 1 == arguments.threads / 32;
     own = first + lane;
     const int left = max(slice.elements - first * kVec, 0);
     held = RegisterSlots<kVecs, kVec, kLanes, !kAligned>(is_last ? left : min(left, arguments.warp_slice * kVec),
                                                          lane * kVec);
   }
 
+  __device__ int elements_of(int v) const { return held.count(v); }
+  __device__ int vec_of(int v) const { return own + held.index(v) * kLanes; }
+  __device__ int column_of(int v) const { return vec_of(v) * kVec; }
+};
+
+// The row and the columns of this thread.
+template <typename scalar_t, typename Shape>
+struct BlockThreads : ThreadColumns<scalar_t, Shape> {
+  static constexpr int kLanes = Shape::kLanes;
+
+  // The warp of the block, and where a row has a warp the row of the block: provably uniform in a warp, so that
+  // shuffles need no convergence code, 15 instructions a row
+  int warp, group;
+
+  __device__ BlockThreads(const Slice& slice, const FusedArguments& arguments)
+      : BlockThreads(slice, arguments, __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)) {}
+
   // A block's last warp is the producer; before it may be the warps of a global exchange.
   __device__ bool produces() const {
     return Shape::kHasProducer && warp >= consumer_warps<Shape>() + Shape::kExchangers;
   }
   __device__ bool exchanges() const { return Shape::kGlobalExchange && warp >= consumer_warps<Shape>(); }
-  __device__ int elements_of(int v) const { return held.count(v); }
-  __device__ int vec_of(int v) const { return own + held.index(v) * kLanes; }
-  __device__ int column_of(int v) const { return vec_of(v) * kVec; }
+  __device__ int warp_of_row(const FusedArguments& arguments) const {
+    return Shape::kOneWarp ? 0 : warp - group * (arguments.threads / 32);
+  }
+
+ private:
+  __device__ static int group_of(const FusedArguments& arguments, int warp) {
+    if (!Shape::kOneWarp) return warp * arguments.inverse_of_warps >> 10;
+    return kLanes < 32 ? static_cast<int>(threadIdx.x) / kLanes : warp;
+  }
+  __device__ BlockThreads(const Slice& slice, const FusedArguments& arguments, int warp)
+      : ThreadColumns<scalar_t, Shape>(
+            slice, arguments, Shape::kOneWarp ? 0 : warp - group_of(arguments, warp) * (arguments.threads / 32),
+            static_cast<int>(threadIdx.x) % kLanes),
+        warp(warp),
+        group(group_of(arguments, warp)) {}
 };
 
 // The work of a consumer thread on its rows.
@@ -169,6 +183,9 @@ struct FusedRows {
   static constexpr bool kHasEpilogue = Work::kHasEpilogue;
   // Whether a row's grad_residual_out is kept in registers; else it is read from the ring, for lack of registers
   static constexpr bool kHoldsResidualGrad = Work::kAlwaysAdds && kAligned;
+  // bias in registers: widened, or of grad_t's type where there is no room
+  static constexpr bool kWideBias = kHasEpilogue || (Work::kFromY && kVecs <= 2);
+  static constexpr bool kNarrowBias = Work::kFromY && !kWideBias;
   // Whether a warp skips the last register slot if it is empty: in plans whose rows often end before it
   static constexpr bool kMayEnd = kAligned && !Shape::kOneWarp && (kHasEpilogue ? kVecs > 1 : kVecs == 3);
 
@@ -180,30 +197,43 @@ struct FusedRows {
   ColumnSums<scalar_t, Shape, family>& columns;
   unsigned kept_memory;  // shared address of the memory behind the ring
 
-  acc_t weight[kVecs][kVec], bias[Work::kNeedsBias ? kVecs : 1][kVec], gate[Work::kHasGate ? kVecs : 1][kVec];
+  acc_t weight[kVecs][kVec], bias[kWideBias ? kVecs : 1][kVec], gate[Work::kHasGate ? kVecs : 1][kVec];
+  GradVec narrow_bias[kNarrowBias ? kVecs : 1];
   grad_t* grad_input;
   scalar_t* grad_residual;
 
+  // All loads are in flight at once, by short code, which comes from memory too: by a branch for each vector the first
+  // row of a launch was read 2 to 4 us later (H200, bf16).
   __device__ __forceinline__ void load_parameters() {
     const int64_t first = slice.parameters_of<Shape>(params, threads.group);
+    const auto load_raw = [&](auto& raw, const auto* parameter) {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v)
+        raw[v] = load_some<std::decay_t<decltype(*parameter)>, kVec>(parameter + first + threads.column_of(v),
+                                                                     parameter ? threads.elements_of(v) : 0);
+    };
+    const auto load = [&](auto type, const void* parameter, auto& values) {
+      using T = decltype(type);
+      RawVec<T, kVec> raw[kVecs];
+      load_raw(raw, static_cast<const T*>(parameter));
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) unpack(raw[v], values[v]);
+    };
+    const auto load_all = [&](auto type) {
+      load(type, params.weight, weight);
+      if constexpr (kWideBias) load(type, params.bias, bias);
+    };
+    if (sizeof(grad_t) == 2 && !kNarrowBias && params.weight_dtype == DType::kFloat32) {
+      load_all(float{});
+    } else {
+      load_all(grad_t{});
+    }
+    if constexpr (kNarrowBias) load_raw(narrow_bias, static_cast<const grad_t*>(params.bias));
+    const acc_t more = params.weight ? static_cast<acc_t>(params.weight_offset) : acc_t(1);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t at = first + threads.column_of(v);
-      const int count = threads.elements_of(v);
-      const auto load = [&](auto type) {
-        using T = decltype(type);
-        load_weight<T>(weight[v], params, at, count);
-        if constexpr (Work::kNeedsBias) {
-          RawVec<T, kVec> raw = zero_vec<T, kVec>();
-          if (params.bias) raw = load_some<T, kVec>(static_cast<const T*>(params.bias) + at, count);
-          unpack(raw, bias[v]);
-        }
-      };
-      if (sizeof(grad_t) == 2 && params.weight_dtype == DType::kFloat32) {
-        load(float{});
-      } else {
-        load(grad_t{});
-      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) weight[v][i] += is_element<kVec>(i, threads.elements_of(v)) ? more : acc_t(0);
       if constexpr (kHasEpilogue) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) weight[v][i] *= arguments.norm_scale, bias[v][i] *= arguments.norm_scale;
@@ -214,7 +244,7 @@ struct FusedRows {
         for (int i = 0; i < kVec; ++i) columns.sums[sum][v][i] = 0;
       if constexpr (Work::kHasGate) {
         GradVec raw = zero_vec<grad_t, kVec>();
-        if (count > 0)
+        if (threads.elements_of(v) > 0)
           raw = load_vec<grad_t, kVec>(static_cast<const grad_t*>(arguments.stages.gate) +
                                        slice.segment * arguments.stages.gate_stride + slice.first_col +
                                        threads.column_of(v));
@@ -344,6 +374,27 @@ struct FusedRows {
     return sums;
   }
 
+  // From the cache: a gated norm seldom has a bias, and its registers would cost warps.
+  __device__ __forceinline__ void load_bias(acc_t (&values)[kVec], int v) const {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = 0;
+    if (!params.bias || threads.elements_of(v) <= 0) return;
+    const int64_t at = slice.parameters_of<Shape>(params, threads.group) + threads.column_of(v);
+    if (sizeof(grad_t) == 2 && params.weight_dtype == DType::kFloat32) {
+      unpack(load_vec<float, kVec>(static_cast<const float*>(params.bias) + at), values);
+    } else {
+      unpack(load_vec<grad_t, kVec>(static_cast<const grad_t*>(params.bias) + at), values);
+    }
+  }
+
+  // From forward's y.
+  __device__ __forceinline__ void subtract_bias(acc_t (&y)[kVec], int v) const {
+    acc_t values[kVec];
+    if constexpr (kNarrowBias) unpack(narrow_bias[v], values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = sub(y[i], kNarrowBias ? values[i] : bias[kWideBias ? v : 0][i]);
+  }
+
   // Returns the sums along the row, and adds this row to the sums along the columns.
   template <typename XOf, typename GradOf, typename GateOf, typename Keep>
   __device__ __forceinline__ Pair<acc_t> add_up(const Stats& stats, [[maybe_unused]] int row, XOf x_vec,
@@ -374,8 +425,7 @@ struct FusedRows {
         unpack(grad_vec(v, whole), grad);
         unpack(x_vec(v, whole), x);
         if constexpr (Work::kFromY) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) x[i] = sub(x[i], bias[v][i]);
+          subtract_bias(x, v);
           add_from_y(sums, columns.sums[0][v], columns.sums[1][v], x, grad, weight[v]);
         } else {
           add_to_row(sums, stats, x, grad, weight[v]);
@@ -412,19 +462,6 @@ struct FusedRows {
       for (int i = 0; i < kVec; ++i)
         if (wanted && (whole || i < threads.elements_of(v)))
           target[threads.held.index(v) * kLanes * kVec + i] = narrow<T>(values[i]);
-    }
-  }
-
-  // From the cache for each row: a gated norm seldom has a bias, and its registers would cost warps.
-  __device__ __forceinline__ void load_bias(acc_t (&values)[kVec], int v) const {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = 0;
-    if (!params.bias || threads.elements_of(v) <= 0) return;
-    const int64_t at = slice.parameters_of<Shape>(params, threads.group) + threads.column_of(v);
-    if (sizeof(grad_t) == 2 && params.weight_dtype == DType::kFloat32) {
-      unpack(load_vec<float, kVec>(static_cast<const float*>(params.bias) + at), values);
-    } else {
-      unpack(load_vec<grad_t, kVec>(static_cast<const grad_t*>(params.bias) + at), values);
     }
   }
 
@@ -493,8 +530,9 @@ struct FusedRows {
         for (int i = 0; i < kVec; ++i)
           values[i] = fma(grad[i], wdy_factor, fma(stats.uncentered(x[i]), terms.first, terms.second));
       } else if constexpr (Work::kFromY) {
+        subtract_bias(x, v);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) x[i] = mul(sub(x[i], bias[v][i]), quick_inverse(weight[v][i]));
+        for (int i = 0; i < kVec; ++i) x[i] = mul(x[i], quick_inverse(weight[v][i]));
         grad_input_of(values, UnitStats<acc_t>{stats.rstd}, terms, x, grad, weight[v]);
       } else {
         grad_input_of(values, stats, terms, x, grad, weight[v]);
@@ -547,7 +585,7 @@ struct FusedRows {
       return row_sum<RowThreads<kLanes>>(sums, scratch);
     } else {
       scratch += threads.group * (arguments.threads / 32);
-      share_in_row(sums, scratch, threads.group, threads.warp_of_row, arguments.threads);
+      share_in_row(sums, scratch, threads.group, threads.warp_of_row(arguments), arguments.threads);
       return sum_of_few_warps(scratch, arguments.threads / 32);
     }
   }
@@ -681,6 +719,7 @@ struct FusedRows {
 
   __device__ __forceinline__ void run(Exchange& exchange, Scratch scratch) {
     load_parameters();
+    if constexpr (Shape::kClusters) cluster_wait();
     ring.prefetch_first(params, arguments.stages, slice, threads.group, threads.own, threads.held.left);
     const int row = slice.first_row + threads.group;
     const int64_t own = static_cast<int64_t>(row) * params.hidden_size + slice.first_col + threads.own * kVec;
@@ -701,10 +740,9 @@ struct FusedRows {
 };
 
 // Reduces the column sums of this block, or cluster, to one partial sum, [kSums, hidden_size]; with interleaved
-// segments, each group of threads writes one. Within a warp by
-// shuffles, then through the memory of the ring, which all threads add up in parallel (H200, bf16: by serial
-// additions with a stride of 32 bytes between threads 2048 x 1024 took 18.6 us, now 11.6; 4096 x 8192 69, now 61;
-// 32768 x 4096 208, now 202). Called by all threads after the last use of the ring.
+// segments, each group of threads writes one. Within a warp by shuffles, then through the memory of the ring, from
+// which all threads write adjacent words. (Straight from registers, the compiler made four-byte stores 32 bytes apart
+// of them, which took 8 us of 1 x 131072, H200, bf16.) Called by all threads after the last use of the ring.
 template <typename scalar_t, typename Shape, Family family>
 __device__ __forceinline__ void write_partial(const KernelBackwardParams& params, const FusedArguments& arguments,
                                               const Slice& slice, ColumnSums<scalar_t, Shape, family>& columns,
@@ -714,9 +752,9 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
   const Threads threads(slice, arguments);
   constexpr int kLanes = Shape::kLanes, kVecs = Shape::kVecs, kVec = Shape::kVec, kSums = columns.kSums;
   constexpr int kElements = kSums * kVecs * kVec, kUnit = kVec < 4 ? kVec : 4;  // of a thread; written together
-  const int row_threads = threads_of_row<Shape>(arguments), warps = consumer_warps<Shape>();
-  const bool has_row = threads.warp < warps, interleaves = kMayInterleave<Shape> && params.interleaves;
-  if (kLanes < 32 && !interleaves && has_row) {
+  const int warps = consumer_warps<Shape>();
+  const bool interleaves = kMayInterleave<Shape> && params.interleaves, by_warps = kLanes < 32 && !interleaves;
+  if (by_warps && threads.warp < warps) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
 #pragma unroll
@@ -727,74 +765,41 @@ __device__ __forceinline__ void write_partial(const KernelBackwardParams& params
           for (int sum = 0; sum < kSums; ++sum)
             columns.sums[sum][v][i] += __shfl_xor_sync(0xffffffffu, columns.sums[sum][v][i], offset);
   }
-  const int adder = kLanes < 32 ? threads.warp : threads.group, adders = kLanes < 32 ? warps : arguments.rows;
-  const int rank = kLanes < 32 ? threadIdx.x % kLanes : threadIdx.x - threads.group * row_threads;
-  const bool adds = has_row && (kLanes == 32 || threadIdx.x % 32 < kLanes);
-  const auto partial_at = [&](int64_t index) {
-    return static_cast<acc_t*>(params.workspace) + index * kSums * params.hidden_size + slice.first_col;
-  };
-  const auto write = [&](acc_t* partial, int element, const acc_t(&values)[kUnit]) {
-    const int v = element / kVec % kVecs, first = element % kVec, count = threads.elements_of(v) - first;
-    acc_t* target = partial + element / (kVecs * kVec) * params.hidden_size + threads.column_of(v) + first;
-    if constexpr (Threads::kAligned) {
-      if (count <= 0) return;
-      if constexpr (family == Family::kEpilogue) {
-        acc_t scaled[kUnit];
+  // [parts][kElements][threads of a row], so that no two lanes write to the same bank
+  const int parts = by_warps ? warps : arguments.rows, part = by_warps ? threads.warp : threads.group;
+  const int row_threads = threads_of_row<Shape>(arguments);
+  acc_t* const memory = reinterpret_cast<acc_t*>(ring_memory);
+  if (threads.warp < warps && (!by_warps || threadIdx.x % 32 < kLanes)) {
+    acc_t* const mine =
+        memory + part * kElements * row_threads + (by_warps ? threadIdx.x % kLanes : threadIdx.x - part * row_threads);
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) scaled[i] = values[i] * arguments.column_factor;
-        store_vec(target, scaled);
-      } else {
-        store_vec(target, values);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i)
-        if (i < count) target[i] = values[i];
-    }
-  };
-  const auto sum_of = [&](int element) -> acc_t& {
-    return columns.sums[element / (kVecs * kVec)][element / kVec % kVecs][element % kVec];
-  };
-  const int64_t cluster = index_of_blocks<Shape>(arguments);
-  acc_t* const partial = partial_at(cluster);
-  if (!Shape::kOneWarp && adders == 1) {
-    if (!adds) return;
-#pragma unroll
-    for (int element = 0; element < kElements; element += kUnit) {
-      acc_t values[kUnit];
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) values[i] = sum_of(element + i);
-      write(partial, element, values);
-    }
-  } else {
-    // Elements of neighbouring threads are adjacent
-    acc_t* left = reinterpret_cast<acc_t*>(ring_memory) + rank;
-    if (interleaves ? has_row : adds) {
-      const int at = interleaves ? threads.group : adder;
-#pragma unroll
-      for (int element = 0; element < kElements; ++element)
-        left[(at * kElements + element) * row_threads] = sum_of(element);
-    }
-    __syncthreads();
-    if (kForRacecheck) __syncthreads();
-    if (!adds) return;
+    for (int element = 0; element < kElements; ++element)
+      mine[element * row_threads] = columns.sums[element / (kVecs * kVec)][element / kVec % kVecs][element % kVec];
+  }
+  __syncthreads();
+  if (kForRacecheck) __syncthreads();
+  const int64_t first = index_of_blocks<Shape>(arguments) * int64_t{interleaves ? parts : 1};
+  acc_t* const partial = static_cast<acc_t*>(params.workspace) + first * kSums * params.hidden_size + slice.first_col;
 #pragma unroll 1
-    for (int element = adder * kUnit; element < kElements; element += adders * kUnit) {
-      acc_t total[kUnit] = {};
-      if (interleaves) {
-#pragma unroll 1
-        for (int row = 0; row < arguments.rows; ++row) {
-#pragma unroll
-          for (int i = 0; i < kUnit; ++i) total[i] = left[(row * kElements + element + i) * row_threads];
-          write(partial_at(cluster * arguments.rows + row), element, total);
-        }
-        continue;
-      }
+  for (int unit = threadIdx.x; unit < kElements / kUnit * row_threads; unit += blockDim.x) {
+    const int i = unit % (kVec / kUnit) * kUnit, lane = unit / (kVec / kUnit) % kLanes,
+              vec = unit / (kVec / kUnit * kLanes);
+    const int v = vec % kVecs, sum = vec / kVecs % kSums, warp = vec / (kVecs * kSums);
+    const ThreadColumns<scalar_t, Shape> of(slice, arguments, warp, lane);
+    const acc_t* const found = memory + ((sum * kVecs + v) * kVec + i) * row_threads + warp * 32 + lane;
+    acc_t total[kUnit] = {};
 #pragma unroll 2
-      for (int row = 0; row < adders; ++row)
+    for (int of_part = 0; of_part < parts; ++of_part) {
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) total[i] += left[(row * kElements + element + i) * row_threads];
-      write(partial, element, total);
+      for (int k = 0; k < kUnit; ++k)
+        total[k] = (interleaves ? acc_t(0) : total[k]) + found[(of_part * kElements + k) * row_threads];
+      if (!interleaves && of_part + 1 < parts) continue;
+      if constexpr (family == Family::kEpilogue) {
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k) total[k] *= arguments.column_factor;
+      }
+      const int index = (interleaves ? of_part : 0) * kSums + sum;
+      store_some(partial + index * params.hidden_size + of.column_of(v) + i, total, of.elements_of(v) - i);
     }
   }
 }
@@ -815,13 +820,12 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, Shape::kBlocksPerSm)
   const Slice slice = Slice::of<Shape>(params, arguments);
   const BlockThreads<scalar_t, Shape> threads(slice, arguments);
   if (kBulk && threadIdx.x == 0) ring_barriers.init();
-  Exchange exchange(ring_memory, arguments, slice, min(threads.group, arguments.rows - 1), threads.warp_of_row);
+  Exchange exchange(ring_memory, arguments, slice, min(threads.group, arguments.rows - 1),
+                    threads.warp_of_row(arguments));
   if (kForRacecheck) __syncthreads();
-  if constexpr (Shape::kClusters) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
+  // The other blocks may be written to after cluster_wait(); loads begin before it
+  if constexpr (Shape::kClusters) cluster_arrive();
 
   ColumnSums<scalar_t, Shape, family> columns;
   with_work<scalar_t, Shape, family>(arguments.stages, [&](auto work) {
@@ -829,6 +833,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, Shape::kBlocksPerSm)
     RowRing<scalar_t, Shape, Chosen> ring(ring_memory, ring_barriers, slice, arguments);
     if (threads.produces()) {
       ring.produce(params, arguments.stages, slice, slice.first_row, INT_MAX);
+      if constexpr (Shape::kClusters) cluster_wait();
     } else if (threads.exchanges()) {
       exchange.exchange_rows(slice, threads.warp - consumer_warps<Shape>());
     } else {
@@ -938,6 +943,7 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
     arguments.slot_bytes = RowRing<scalar_t, Shape, Chosen>::slot_bytes_of(tensors, arguments.slice, plan.rows);
   });
   if (tensors == 0) return cudaSuccess;  // the kernel has no such path
+  if (stages.from_y && Shape::kVecs > 2 && params.weight_dtype != params.x_dtype) return cudaSuccess;  // kNarrowBias
   KernelFacts* facts = nullptr;
   cudaError_t error = kernel_facts<scalar_t, Shape, family>(device, facts);
   if (error != cudaSuccess) return error;

@@ -54,22 +54,12 @@ struct RowStats : SavedStats<T> {
 template <typename weight_t, bool kOrdered = false, int kVec, typename T>
 __device__ __forceinline__ void load_weight(T (&values)[kVec], const KernelBackwardParams& params, int64_t col,
                                             int count) {
+  unpack(
+      load_some<weight_t, kVec, kOrdered>(static_cast<const weight_t*>(params.weight) + col, params.weight ? count : 0),
+      values);
+  const T more = params.weight ? static_cast<T>(params.weight_offset) : T(1);
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = i < count;
-  if (!params.weight || count <= 0) return;
-  const weight_t* weight = static_cast<const weight_t*>(params.weight) + col;
-  if (count >= kVec) {
-    unpack(load_vec<weight_t, kVec, kOrdered>(weight), values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) values[i] = static_cast<T>(widen(load<kOrdered>(weight + i)));
-  }
-  if (params.weight_offset != 0) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      if (i < count) values[i] += static_cast<T>(params.weight_offset);
-  }
+  for (int i = 0; i < kVec; ++i) values[i] += is_element<kVec>(i, count) ? more : T(0);
 }
 
 // For weights of `narrow`, or fp32 beside a 16-bit type. The dtype is a run-time value: weight is read once a block, or

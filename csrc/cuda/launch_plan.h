@@ -357,7 +357,7 @@ struct BackwardLadder<float> {
       Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
              BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<96, 2, 4, 15, 1>, BackwardPlan<128, 4, 4, 8, 1>,
              BackwardPlan<128, 4, 4, 12, 1, 2>, BackwardPlan<96, 4, 4, 12, 1, 4>, BackwardPlan<128, 4, 4, 12, 1, 4>,
-             BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 12, 1, 16>, BackwardPlan<256, 8, 4, 8, 1, 16>>;
+             BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 12, 1, 16>, BackwardPlan<512, 4, 4, 16, 1, 16>>;
 };
 template <>
 struct BackwardLadder<double> {

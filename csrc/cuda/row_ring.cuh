@@ -41,7 +41,6 @@ struct Work {
   // which fused_arguments() puts in their place
   static constexpr bool kAlwaysAdds = path == Path::kLoad || path == Path::kGate || kHasRowGate;
   static constexpr bool kMayAdd = kAlwaysAdds || kHasEpilogue;  // a load stage; with an epilogue a run-time value
-  static constexpr bool kNeedsBias = kFromY || kHasEpilogue;    // in registers
   static constexpr int kTensors = kHasGate  ? 4
                                   : kMayAdd ? 3
                                             : 2;  // at most: x, grad_output, grad_residual_out, gate's x
@@ -520,10 +519,9 @@ struct SumExchange {
   using Lanes = RowThreads<32>;
 
   // A slot has the sums of all warps of the row, or of the block, and a barrier; with a global exchange then the total
-  // and its barrier. Of the row's first slot, shared addresses: `slots`; `target` where this lane writes (in a cluster
-  // to block `lane % 16`, the lower half-warp the first sum, the upper half the second); `peer` of the slot in that
-  // block.
-  unsigned slots, target, peer;
+  // and its barrier. slots: the shared address of the row's first one. own: what this lane writes in a slot (in a
+  // cluster to block `lane % 16`), the lower half-warp the first sum, the upper half the second.
+  unsigned slots, own;
   const FusedArguments& arguments;
 
   static int bytes_of(int sums, int rows) { return Shape::kOneBehind ? rows * kSlots * slot_bytes_of(sums) : 0; }
@@ -536,14 +534,9 @@ struct SumExchange {
       const int lane = threadIdx.x % 32, warps = threads_of_row<Shape>(arguments) / 32;
       const unsigned first = shared_address(memory) + arguments.exchange;
       slots = first + group * kSlots * slot_bytes();
-      target = slots + ((Shape::kClusters ? slice.rank * warps : 0) + warp) * static_cast<unsigned>(sizeof(Pair<T>)) +
-               lane / 16 * static_cast<unsigned>(sizeof(T));
-      peer = slots;
-      if (Shape::kClusters && lane % 16 < arguments.cluster) {
-        target = address_in_peer(target, lane % 16);
-        peer = address_in_peer(slots, lane % 16);
-      }
-      if (kHasRoom<Shape>) asm volatile("" : "+r"(slots), "+r"(target), "+r"(peer));
+      own = ((Shape::kClusters ? slice.rank * warps : 0) + warp) * static_cast<unsigned>(sizeof(Pair<T>)) +
+            lane / 16 * static_cast<unsigned>(sizeof(T));
+      if (kHasRoom<Shape>) asm volatile("" : "+r"(slots), "+r"(own));
       for (int i = threadIdx.x; i < arguments.rows * kSlots; i += blockDim.x) {
         init_barrier(first + i * slot_bytes() + ready_at(), Shape::kClusters ? 1 : warps * kWarpArrivals);
         if constexpr (kGlobal) init_barrier(first + i * slot_bytes() + done_at(), kWarpArrivals);
@@ -554,15 +547,16 @@ struct SumExchange {
 
   // For the block's `iteration`-th row. `is_first`: whether this is the first thread of the row.
   __device__ void share(unsigned iteration, Pair<T> value, bool is_first) {
-    const unsigned slot = iteration % kSlots * slot_bytes();
+    const unsigned slot = slot_of(iteration);
     const T half = lanes_half_sum<Lanes, 32>(value);
     const int lane = threadIdx.x % 32;
     if constexpr (Shape::kClusters) {
-      if (is_first) expect_bytes(slots + slot + ready_at(), ready_at());
-      if (lane % 16 < arguments.cluster) send_to(target + slot, peer + slot + ready_at(), half);
+      if (is_first) expect_bytes(slot + ready_at(), ready_at());
+      const unsigned peer = address_in_peer(slot, lane % 16);
+      if (lane % 16 < arguments.cluster) send_to(peer + own, peer + ready_at(), half);
     } else {
-      if (lane % 16 == 0) store_shared(target + slot, half);
-      arrive_of_warp(slots + slot + ready_at());
+      if (lane % 16 == 0) store_shared(slot + own, half);
+      arrive_of_warp(slot + ready_at());
     }
   }
   __device__ Pair<T> collect(unsigned iteration) {

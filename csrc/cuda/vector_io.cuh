@@ -120,12 +120,17 @@ __device__ __forceinline__ RawVec<T, kVec> load_vec(const T* source) {
   return raw;
 }
 
-// The first `count` elements of a vector; the others are 0. Vectors of less than 16 bytes belong to ragged rows and are
-// read element by element; the others are whole, or not there at all.
+// Whether element i is one of the first `count` of a vector. Vectors of one or two elements belong to ragged rows,
+// which may end in a vector; others are whole, or not there at all.
+template <int kVec>
+__device__ __forceinline__ bool is_element(int i, int count) {
+  return kVec > 2 ? count > 0 : i < count;
+}
+
+// The first `count` elements of a vector; the others are 0.
 template <typename T, int kVec, bool kOrdered = false>
 __device__ __forceinline__ RawVec<T, kVec> load_some(const T* source, int count) {
-  if constexpr (RawVec<T, kVec>::kBytes >= 16)
-    return count > 0 ? load_vec<T, kVec, kOrdered>(source) : zero_vec<T, kVec>();
+  if constexpr (kVec > 2) return count > 0 ? load_vec<T, kVec, kOrdered>(source) : zero_vec<T, kVec>();
   T elements[kVec] = {};
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
@@ -206,7 +211,7 @@ __device__ __forceinline__ void store_vec(T* target, const acc_t (&values)[kVec]
 // Its first `count` elements, as load_some() reads them.
 template <typename T, int kVec, typename acc_t>
 __device__ __forceinline__ void store_some(T* target, const acc_t (&values)[kVec], int count) {
-  if constexpr (RawVec<T, kVec>::kBytes >= 16) {
+  if constexpr (kVec > 2) {
     if (count > 0) store_vec(target, values);
   } else {
 #pragma unroll
