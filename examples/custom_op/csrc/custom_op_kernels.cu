@@ -156,9 +156,9 @@ int launch_cuda(const SumParams& params, CUstream_st* stream) {
     using T = typename V::scalar_t;
     const unsigned rows = static_cast<unsigned>(params.rows);
     if (params.hidden_size <= 1024)  // a warp a row
-      sum_kernel<T, V::kVec, RowThreads<32, 8>, 8><<<(rows + 7) / 8, 256, 0, stream>>>(params);
+      sum_kernel<T, V::kVec, RowThreads<32>, 8><<<(rows + 7) / 8, 256, 0, stream>>>(params);
     else
-      sum_kernel<T, V::kVec, RowThreads<256, 1>, 1><<<rows, 256, 0, stream>>>(params);
+      sum_kernel<T, V::kVec, RowThreads<256>, 1><<<rows, 256, 0, stream>>>(params);
   });
 }
 
