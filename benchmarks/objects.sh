@@ -12,8 +12,9 @@ task=${1:-} folder=$(mkdir -p "${2:?a folder}" && realpath "$2")
 case $task in
   compile)
     # -fPIC: for a shared library. Without it the link fails, or the library needs static TLS and does not load
-    printf '%s\0' csrc/cuda/*.cu | xargs -0 -P "${JOBS:-$(nproc)}" -I{} bash -c 'nvcc -std=c++17 -O3 -arch="$1" \
-      --expt-relaxed-constexpr --compress-mode=size -Xcompiler -fPIC -Icsrc -c "$0" -o "$2/$(basename "$0").o"' \
+    printf '%s\0' csrc/cuda/*.cu | xargs -0 -P "${JOBS:-$(nproc)}" -I{} bash -c 'nvcc -std=c++17 -O3 \
+      -gencode "arch=compute_${1#sm_},code=$1" --expt-relaxed-constexpr --compress-mode=size --split-compile=8 \
+      -Xcompiler -fPIC -Icsrc -c "$0" -o "$2/$(basename "$0").o"' \
       {} "${ARCH:-sm_90}" "$folder"
     ;;
   link)

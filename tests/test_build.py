@@ -374,11 +374,16 @@ def test_line_info_is_opt_in(monkeypatch):
     assert "-lineinfo" not in toolchain.compiler_flags()["nvcc"]
 
 
-@pytest.mark.parametrize("nvcc_help", ["--compress-mode [default,size]", ""], ids=["12.8", "12.6"])
-def test_device_code_is_compressed_where_nvcc_can(monkeypatch, nvcc_help):
+def test_options_that_not_every_nvcc_has(monkeypatch):
     monkeypatch.delenv("DEBUG", raising=False)
-    monkeypatch.setattr(toolchain, "output_of", lambda *command: nvcc_help)
-    assert ("--compress-mode=size" in toolchain.compiler_flags(Path("/opt/cuda"))["nvcc"]) == bool(nvcc_help)
+    new = {"--compress-mode=size", "--split-compile=8"}
+    for nvcc_help, known in [
+        ("--split-compile <number> ...\n--split-compile-extended <number>\n--compress-mode [default,size]", new),
+        ("--split-compile <number> ...\n--split-compile-extended <number>", {"--split-compile=8"}),
+        ("--split-compile-extended <number>", set()),
+    ]:
+        monkeypatch.setattr(toolchain, "output_of", lambda *command, text=nvcc_help: text)
+        assert new & set(toolchain.compiler_flags(Path("/opt/cuda"))["nvcc"]) == known
 
 
 def test_nvcc_of_another_major_version(monkeypatch):

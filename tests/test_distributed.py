@@ -147,6 +147,32 @@ def test_ddp(run):
     run(check_ddp)
 
 
+def check_ddp_of_long_rows(device, rank, world_size):
+    size = 150528 if device == "cuda" else 1536
+    single = nn.Sequential(*(FusedLayerNorm(size) for _ in range(4))).to(device)
+    with torch.no_grad():
+        for parameter in single.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(single), bucket_cap_mb=0.5)
+    x, target = torch.randn(2, 8 * world_size, size, device=device)
+
+    def step(model, x, target):
+        model.zero_grad()
+        ((model(x) - target).square().sum() / len(x)).backward()
+
+    step(single, x, target)
+    for _ in range(10):
+        step(model, x.chunk(world_size)[rank], target.chunk(world_size)[rank])
+    for mine, expected in zip(model.module.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@on_backends(2)
+def test_ddp_of_long_rows(run):
+    """On a card their backward needs every SM at once, while the gradients of the norm behind are reduced."""
+    run(check_ddp_of_long_rows)
+
+
 def check_fsdp(device, rank, world_size, compiled):
     from torch.distributed.fsdp import fully_shard
 

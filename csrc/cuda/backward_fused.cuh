@@ -41,6 +41,9 @@ constexpr bool kTakesPlain =
 constexpr int64_t kFromYColumns = 65536;
 template <typename scalar_t, typename Shape>
 constexpr bool kTakesFromY = kTakesPlain<scalar_t, Shape> && !kReadsElements<Shape> && !Shape::kGlobalExchange;
+// Whether that bias is widened: there is room beside up to two vectors a thread. Else it has the type of y.
+template <typename Shape>
+constexpr bool kWidensBiasOfY = Shape::kVecs <= 2;
 template <typename scalar_t, typename Shape>
 constexpr bool kTakesLoad = kReadsElements<Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
 
@@ -149,19 +152,19 @@ struct BlockThreads : ThreadColumns<scalar_t, Shape> {
     return Shape::kHasProducer && warp >= consumer_warps<Shape>() + Shape::kExchangers;
   }
   __device__ bool exchanges() const { return Shape::kGlobalExchange && warp >= consumer_warps<Shape>(); }
-  __device__ int warp_of_row(const FusedArguments& arguments) const {
-    return Shape::kOneWarp ? 0 : warp - group * (arguments.threads / 32);
-  }
+  __device__ int warp_of_row(const FusedArguments& arguments) const { return warp_of_row(arguments, warp, group); }
 
  private:
   __device__ static int group_of(const FusedArguments& arguments, int warp) {
     if (!Shape::kOneWarp) return warp * arguments.inverse_of_warps >> 10;
     return kLanes < 32 ? static_cast<int>(threadIdx.x) / kLanes : warp;
   }
+  __device__ static int warp_of_row(const FusedArguments& arguments, int warp, int group) {
+    return Shape::kOneWarp ? 0 : warp - group * (arguments.threads / 32);
+  }
   __device__ BlockThreads(const Slice& slice, const FusedArguments& arguments, int warp)
-      : ThreadColumns<scalar_t, Shape>(
-            slice, arguments, Shape::kOneWarp ? 0 : warp - group_of(arguments, warp) * (arguments.threads / 32),
-            static_cast<int>(threadIdx.x) % kLanes),
+      : ThreadColumns<scalar_t, Shape>(slice, arguments, warp_of_row(arguments, warp, group_of(arguments, warp)),
+                                       static_cast<int>(threadIdx.x) % kLanes),
         warp(warp),
         group(group_of(arguments, warp)) {}
 };
@@ -183,8 +186,8 @@ struct FusedRows {
   static constexpr bool kHasEpilogue = Work::kHasEpilogue;
   // Whether a row's grad_residual_out is kept in registers; else it is read from the ring, for lack of registers
   static constexpr bool kHoldsResidualGrad = Work::kAlwaysAdds && kAligned;
-  // bias in registers: widened, or of grad_t's type where there is no room
-  static constexpr bool kWideBias = kHasEpilogue || (Work::kFromY && kVecs <= 2);
+  // bias in registers
+  static constexpr bool kWideBias = kHasEpilogue || (Work::kFromY && kWidensBiasOfY<Shape>);
   static constexpr bool kNarrowBias = Work::kFromY && !kWideBias;
   // Whether a warp skips the last register slot if it is empty: in plans whose rows often end before it
   static constexpr bool kMayEnd = kAligned && !Shape::kOneWarp && (kHasEpilogue ? kVecs > 1 : kVecs == 3);
@@ -229,11 +232,9 @@ struct FusedRows {
       load_all(grad_t{});
     }
     if constexpr (kNarrowBias) load_raw(narrow_bias, static_cast<const grad_t*>(params.bias));
-    const acc_t more = params.weight ? static_cast<acc_t>(params.weight_offset) : acc_t(1);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) weight[v][i] += is_element<kVec>(i, threads.elements_of(v)) ? more : acc_t(0);
+      add_weight_offset(weight[v], params, threads.elements_of(v));
       if constexpr (kHasEpilogue) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) weight[v][i] *= arguments.norm_scale, bias[v][i] *= arguments.norm_scale;
@@ -943,7 +944,7 @@ cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages&
     arguments.slot_bytes = RowRing<scalar_t, Shape, Chosen>::slot_bytes_of(tensors, arguments.slice, plan.rows);
   });
   if (tensors == 0) return cudaSuccess;  // the kernel has no such path
-  if (stages.from_y && Shape::kVecs > 2 && params.weight_dtype != params.x_dtype) return cudaSuccess;  // kNarrowBias
+  if (stages.from_y && !kWidensBiasOfY<Shape> && params.weight_dtype != params.x_dtype) return cudaSuccess;
   KernelFacts* facts = nullptr;
   cudaError_t error = kernel_facts<scalar_t, Shape, family>(device, facts);
   if (error != cudaSuccess) return error;

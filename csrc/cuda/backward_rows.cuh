@@ -50,6 +50,14 @@ struct RowStats : SavedStats<T> {
   }
 };
 
+// Adds weight_offset, or without a weight 1, to the first `count` elements of a vector.
+template <int kVec, typename T>
+__device__ __forceinline__ void add_weight_offset(T (&weight)[kVec], const KernelBackwardParams& params, int count) {
+  const T more = params.weight ? static_cast<T>(params.weight_offset) : T(1);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) weight[i] += is_element<kVec>(i, count) ? more : T(0);
+}
+
 // Loads weight + weight_offset of the first `count` elements of a vector; the others are 0.
 template <typename weight_t, bool kOrdered = false, int kVec, typename T>
 __device__ __forceinline__ void load_weight(T (&values)[kVec], const KernelBackwardParams& params, int64_t col,
@@ -57,9 +65,7 @@ __device__ __forceinline__ void load_weight(T (&values)[kVec], const KernelBackw
   unpack(
       load_some<weight_t, kVec, kOrdered>(static_cast<const weight_t*>(params.weight) + col, params.weight ? count : 0),
       values);
-  const T more = params.weight ? static_cast<T>(params.weight_offset) : T(1);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] += is_element<kVec>(i, count) ? more : T(0);
+  add_weight_offset(values, params, count);
 }
 
 // For weights of `narrow`, or fp32 beside a 16-bit type. The dtype is a run-time value: weight is read once a block, or

@@ -442,11 +442,12 @@ __global__ void __launch_bounds__(Plan::kThreads, kHugeRowBlocksPerSm)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Calls f(types, HugePlan) for rows of whole 16-byte vectors, or of single elements.
+// Calls f(types, HugePlan) for rows of whole 16-byte vectors, or of single elements, which are wide enough in fp64.
 template <typename Types, typename F>
 cudaError_t dispatch_huge(Types types, int64_t hidden_size, F&& f) {
   using scalar_t = typename Types::scalar_t;
-  if (hidden_size * sizeof(scalar_t) % 16 == 0) return f(types, HugePlan<scalar_t, true>{});
+  if constexpr (sizeof(scalar_t) < 8)
+    if (hidden_size * sizeof(scalar_t) % 16 == 0) return f(types, HugePlan<scalar_t, true>{});
   return f(types, HugePlan<scalar_t, false>{});
 }
 template <typename F>
