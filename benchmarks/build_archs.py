@@ -37,8 +37,18 @@ def main(folder, *archs):
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda path: -path.stat().st_size)
     for arch in archs:
         number = arch.replace(".", "")
-        flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--compress-mode=size", "--split-compile=8",
-                 "-Xcompiler", "-fPIC", "-Xptxas", "-v", f"-gencode=arch=compute_{number},code=sm_{number}"]  # fmt: skip
+        flags = [
+            "-std=c++17",
+            "-O3",
+            "--expt-relaxed-constexpr",
+            "--compress-mode=size",
+            "--split-compile=8",
+            "-Xcompiler",
+            "-fPIC",
+            "-Xptxas",
+            "-v",
+            f"-gencode=arch=compute_{number},code=sm_{number}",
+        ]
         used, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(jobs) as pool:
             targets = [Path(work, f"{source.stem}.o") for source in sources]
