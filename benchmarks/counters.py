@@ -4,7 +4,8 @@
 
 Each call runs in a process of its own under ncu, which replays its kernels to read the counters, at the card's own
 clocks. Prints for each call its kernels' time, the bytes moved to and from memory against those that must be moved, the
-share of the memory's peak rate, the share of cycles in which a scheduler issues an instruction, and the warps of an SM.
+share of the memory's peak rate, the share of cycles in which a scheduler issues an instruction, the warps of an SM, and
+what most warps wait for: warps of a scheduler in that state for each one that issues.
 Calls that fit into the L2 cache find their tensors there; before others ncu empties it. Times of one kernel under ncu
 are longer than those of test_benchmark.py. Writes counters_*.json into FOLDER.
 """
@@ -52,14 +53,39 @@ CALLS = [  # of test_benchmark.py, fusions.py or quant.py: op, dtype, rows, colu
     ("rms_norm, token", "bf16", 16384, 8192, "forward"),
     ("layer_norm, token", "bf16", 16384, 8192, "forward"),
     ("layer_norm", "bf16", 32760, 4097, "forward"),
+    ("rms_norm", "bf16", 16384, 8192, "forward"),
+    ("rms_norm", "bf16", 4096, 32768, "forward"),
+    ("layer_norm", "bf16", 1024, 131072, "forward"),
+    ("layer_norm", "fp32", 256, 262144, "forward"),
+    ("rms_norm", "fp32", 87296, 769, "forward"),
+    ("layer_norm", "bf16", 174528, 769, "backward"),
+    ("layer_norm", "bf16", 1024, 131072, "backward"),
+    ("rms_norm", "bf16", 8192, 16384, "backward"),
 ]
 COUNTERS = {
     "us": ("gpu__time_duration.sum", 1e-3),
     "read": ("dram__bytes_read.sum", 1),
     "written": ("dram__bytes_write.sum", 1),
-    "memory": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 0.01),
+    "peak": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 0.01),
     "issue": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 0.01),
     "warps": ("sm__warps_active.avg.per_cycle_active", 1),
+}
+WAITS = {  # what a warp waits for: ncu's name of the state
+    "memory": "long_scoreboard",
+    "shared memory": "short_scoreboard",
+    "barrier": "barrier",
+    "instructions": "no_instruction",
+    "arithmetic": "math_pipe_throttle",
+    "load and store units": "lg_throttle",
+    "shared memory units": "mio_throttle",
+    "latency": "wait",
+    "another warp": "not_selected",
+    "sleep": "sleeping",
+    "fence": "membar",
+    "branch": "branch_resolving",
+}
+COUNTERS |= {
+    wait: (f"smsp__average_warps_issue_stalled_{state}_per_issue_active.ratio", 1) for wait, state in WAITS.items()
 }
 
 
@@ -126,8 +152,8 @@ def totals(text):
     us = sum(found["us"])
     result = {"kernels": [k["Kernel Name"].split("(")[0] for k in kernels], "us": us}
     result |= {name: sum(found[name]) for name in ("read", "written")}
-    mean = {name: sum(map(float.__mul__, found[name], found["us"])) / us for name in ("memory", "issue", "warps")}
-    return result | mean
+    mean = {name: sum(map(float.__mul__, found[name], found["us"])) / us for name in ("peak", "issue", "warps", *WAITS)}
+    return result | {name: mean[name] for name in ("peak", "issue", "warps")} | {"waits": {w: mean[w] for w in WAITS}}
 
 
 def measured(provider, call):
@@ -171,9 +197,12 @@ def main():
                 dict(zip(("op", "dtype", "rows", "hidden_size", "direction"), call, strict=True))
                 | {"provider": provider, "moved": moved, **found}
             )
+            waits = sorted(found["waits"].items(), key=lambda wait: -wait[1])[:3]
             print(
-                f"{name:48} {provider:10} {found['us']:7.1f} us, moved {moved:.2f}, memory {found['memory']:.2f}, "
-                f"issue {found['issue']:.2f}, {found['warps']:.0f} warps, {len(found['kernels'])} kernels",
+                f"{name:48} {provider:10} {found['us']:7.1f} us, moved {moved:.2f}, memory {found['peak']:.2f}, "
+                f"issue {found['issue']:.2f}, {found['warps']:.0f} warps, waits for "
+                + ", ".join(f"{wait} {warps:.1f}" for wait, warps in waits)
+                + f", {len(found['kernels'])} kernels",
                 flush=True,
             )
             path.write_text(json.dumps({"meta": meta, "results": results}, indent=1) + "\n")  # so far

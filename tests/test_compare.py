@@ -136,21 +136,26 @@ def test_a_record_that_cannot_be_written_is_told_before_anything_is_timed(tmp_pa
 NCU = """==PROF== Connected to process 1
 "ID","Process ID","Kernel Name",{names}
 "","",""{units}
-"0","1","first_kernel<float>(Params)","1,000.5","100","50","80","50","32"
-"1","1","second_kernel(Params)","3,001.5","0","50","40","10","16"
+"0","1","first_kernel<float>(Params)","1,000.5","100","50","80","50","32",{first}
+"1","1","second_kernel(Params)","3,001.5","0","50","40","10","16",{second}
 """
 
 
 def test_counters_of_several_kernels():
     """benchmarks/counters.py: sums of times and bytes; shares and warps weighted by time"""
     names = ",".join(f'"{counter}"' for counter, _ in counters.COUNTERS.values())
-    found = counters.totals(NCU.format(names=names, units=',"x"' * len(counters.COUNTERS)))
+    first, second = ([f'"{of_wait + k}"' for of_wait in range(len(counters.WAITS))] for k in (0, 5))
+    found = counters.totals(
+        NCU.format(names=names, units=',"x"' * len(counters.COUNTERS), first=",".join(first), second=",".join(second))
+    )
     assert found["kernels"] == ["first_kernel<float>", "second_kernel"]
     assert (found["read"], found["written"], found["us"]) == (100, 100, pytest.approx(4.002))
     weight = 1000.5 / 4002
-    assert found["memory"] == pytest.approx(weight * 0.8 + (1 - weight) * 0.4)
+    assert found["peak"] == pytest.approx(weight * 0.8 + (1 - weight) * 0.4)
     assert found["issue"] == pytest.approx(weight * 0.5 + (1 - weight) * 0.1)
     assert found["warps"] == pytest.approx(weight * 32 + (1 - weight) * 16)
+    expected = [of_wait + (1 - weight) * 5 for of_wait in range(len(counters.WAITS))]
+    assert list(found["waits"]) == list(counters.WAITS) and list(found["waits"].values()) == pytest.approx(expected)
     with pytest.raises(ValueError, match="no counters"):
         counters.totals("==ERROR== no counters")
     rows, columns = 1 << 21, 64
