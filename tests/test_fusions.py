@@ -789,6 +789,7 @@ def test_dropout_in_a_cuda_graph(device, place):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = drop(x, 0.5, place)
+    torch.cuda.synchronize()  # torch writes the seed on the capture's stream too, not ordered before the first replay's
     masks = []
     for _ in range(2):
         torch.cuda.manual_seed(4)
