@@ -34,21 +34,12 @@ def compile_file(nvcc, flags, source, target):
 def main(folder, *archs):
     home, version = toolchain["find_toolkits"]()[0]
     nvcc, jobs = f"{home}/bin/nvcc", int(os.environ.get("MAX_JOBS", len(os.sched_getaffinity(0))))
+    optimizing = toolchain["compiler_flags"](home)["nvcc"]
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda path: -path.stat().st_size)
     for arch in archs:
         number = arch.replace(".", "")
-        flags = [
-            "-std=c++17",
-            "-O3",
-            "--expt-relaxed-constexpr",
-            "--compress-mode=size",
-            "--split-compile=8",
-            "-Xcompiler",
-            "-fPIC",
-            "-Xptxas",
-            "-v",
-            f"-gencode=arch=compute_{number},code=sm_{number}",
-        ]
+        gencode = f"-gencode=arch=compute_{number},code=sm_{number}"
+        flags = [gencode, *optimizing, "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-Xptxas", "-v"]
         used, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(jobs) as pool:
             targets = [Path(work, f"{source.stem}.o") for source in sources]

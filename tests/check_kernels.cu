@@ -1032,7 +1032,9 @@ void time_case(const Case& c, const char* dtypes) {
   b.grad_gate_dtype = b.grad_weight_dtype = b.grad_bias_dtype = t.weight;
   b.stats_grad = true, b.has_load_stage = c.load, b.z_is_y = c.z_is_y;
   b.grad_input = take(count * dtype_bytes(t.x));
-  if (c.has_residual && c.load) b.grad_residual = take(count * dtype_bytes(t.residual));
+  // As for autograd, to which the gradient of x is that of residual too where it can be
+  const bool has_own_residual_grad = c.has_residual && c.load && (t.residual != t.x || c.has_gate || c.drops_x);
+  if (has_own_residual_grad) b.grad_residual = take(count * dtype_bytes(t.residual));
   if (c.has_gate) b.grad_gate = take(parts * n * 4);
   b.grad_weight = take(parts * n * 4);
   if (!c.rms) b.grad_bias = take(parts * n * 4);
@@ -1047,7 +1049,7 @@ void time_case(const Case& c, const char* dtypes) {
                                 parameters + gates;
   const int64_t backward_bytes =
       count * (dtype_bytes(t.go) + 2 * dtype_bytes(t.x) + c.has_gate * dtype_bytes(t.x) +
-               c.has_gro * dtype_bytes(t.gro) + (c.has_residual && c.load) * dtype_bytes(t.residual) +
+               c.has_gro * dtype_bytes(t.gro) + has_own_residual_grad * dtype_bytes(t.residual) +
                c.load * dtype_bytes(t.z) - c.load * dtype_bytes(t.x) + 2 * c.has_row_gate * dtype_bytes(t.x)) +
       2 * parameters + 2 * gates;
   const bool is_short = count * dtype_bytes(t.x) < kTimedBytes / 8;

@@ -569,8 +569,8 @@ constexpr int64_t huge_forward_columns(DType x_dtype, DType weight_dtype) {
   return (weight_dtype == x_dtype && x_dtype != DType::kFloat64 ? 2 : 1) * kClusterColumns;
 }
 
-// The registers of a block: vectors of 16 bytes, or elements of ragged rows and of fp64. With 512 threads and two blocks
-// an SM, the second forward kernel spills.
+// The registers of a block: vectors of 16 bytes, or elements of ragged rows and of fp64. With 512 threads and two
+// blocks an SM, the second forward kernel spills.
 template <typename scalar_t, bool whole>
 struct HugePlan {
   static constexpr int kVec = whole ? 16 / static_cast<int>(sizeof(scalar_t)) : 1;

@@ -602,13 +602,7 @@ NormGradients norm_backward(const NormBackwardCall& call) {
   if (call.grad_weight_dtype && !call.weight_sum.defined())
     gradients.weight = column_sums(call.weight.sizes(), *call.grad_weight_dtype);
   const bool is_gated = call.is_gated();
-  const bool is_bias_per_row = segments == extent.rows && segments > 1 && call.grad_bias_dtype && !call.per_head;
-  if (is_bias_per_row) {  // the gradient of y: a copy, as the caller holds that one
-    gradients.bias = empty(bias_shape, *call.grad_bias_dtype, z);
-    gradients.bias.view(z.sizes()).copy_(call.grad_output);
-  } else if (call.grad_bias_dtype && !call.bias_sum.defined()) {
-    gradients.bias = column_sums(bias_shape, *call.grad_bias_dtype);
-  }
+  if (call.grad_bias_dtype && !call.bias_sum.defined()) gradients.bias = column_sums(bias_shape, *call.grad_bias_dtype);
   if (is_empty) return gradients;
 
   NormBackwardParams params{};
@@ -627,8 +621,7 @@ NormGradients norm_backward(const NormBackwardCall& call) {
     target(gradients.gate, params.grad_gate, params.grad_gate_dtype);
   }
   target(call.weight_sum.defined() ? call.weight_sum : gradients.weight, params.grad_weight, params.grad_weight_dtype);
-  if (!is_bias_per_row)
-    target(call.bias_sum.defined() ? call.bias_sum : gradients.bias, params.grad_bias, params.grad_bias_dtype);
+  target(call.bias_sum.defined() ? call.bias_sum : gradients.bias, params.grad_bias, params.grad_bias_dtype);
   if (!params.wants_rows() && !params.wants_columns()) return gradients;
   params.rows = extent.rows;
   params.hidden_size = extent.hidden_size;
