@@ -790,7 +790,7 @@ def test_sdist_holds_what_a_build_and_the_tests_need(sources):
     needed = [*ROOT.glob("csrc/*/*"), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
     needed += [ROOT / name for name in ("setup.py", "pyproject.toml", "LICENSE", "SECURITY.md", "test_correctness.py")]
     needed += [ROOT / "fused_layernorm" / "py.typed", ROOT / "conftest.py", ROOT / "benchmarks" / "record.sh"]
-    needed += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*/*.json"), ROOT / ".ci" / "run"]
+    needed += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/**/*.json"), ROOT / ".ci" / "run"]
     assert {path.relative_to(ROOT).as_posix() for path in needed} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or "_build_info" in name]
 
