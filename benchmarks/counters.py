@@ -152,8 +152,11 @@ def totals(text):
     us = sum(found["us"])
     result = {"kernels": [k["Kernel Name"].split("(")[0] for k in kernels], "us": us}
     result |= {name: sum(found[name]) for name in ("read", "written")}
-    mean = {name: sum(map(float.__mul__, found[name], found["us"])) / us for name in ("peak", "issue", "warps", *WAITS)}
-    return result | {name: mean[name] for name in ("peak", "issue", "warps")} | {"waits": {w: mean[w] for w in WAITS}}
+
+    def means(names):
+        return {name: sum(map(float.__mul__, found[name], found["us"])) / us for name in names}
+
+    return result | means(("peak", "issue", "warps")) | {"waits": means(WAITS)}
 
 
 def measured(provider, call):

@@ -8,18 +8,19 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 task=${1:-} folder=$(mkdir -p "${2:?a folder}" && realpath "$2")
+home=${CUDA_HOME:-$(dirname "$(dirname "$(realpath "$(command -v nvcc)")")")}
+[[ -f $home/include/cuda_runtime.h ]] || home=/usr/local/cuda
 
 case $task in
   compile)
-    # -fPIC: for a shared library. Without it the link fails, or the library needs static TLS and does not load
-    printf '%s\0' csrc/cuda/*.cu | xargs -0 -P "${JOBS:-$(nproc)}" -I{} bash -c 'nvcc -std=c++17 -O3 \
-      -gencode "arch=compute_${1#sm_},code=$1" --expt-relaxed-constexpr --compress-mode=size --split-compile=8 \
-      -Xcompiler -fPIC -Icsrc -c "$0" -o "$2/$(basename "$0").o"' \
-      {} "${ARCH:-sm_90}" "$folder"
+    # The build's flags, and -fPIC: without it the link fails, or the library needs static TLS and does not load
+    flags=$(python3 -c "import pathlib, runpy, sys
+print(*runpy.run_path('fused_layernorm/_build/toolchain.py')['compiler_flags'](pathlib.Path(sys.argv[1]))['nvcc'])" "$home")
+    printf '%s\0' csrc/cuda/*.cu | xargs -0 -P "${JOBS:-$(nproc)}" -I{} bash -c '"$3/bin/nvcc" $4 -std=c++17 \
+      -gencode "arch=compute_${1#sm_},code=$1" --expt-relaxed-constexpr -Xcompiler -fPIC -Icsrc \
+      -c "$0" -o "$2/$(basename "$0").o"' {} "${ARCH:-sm_90}" "$folder" "$home" "$flags"
     ;;
   link)
-    home=${CUDA_HOME:-$(dirname "$(dirname "$(realpath "$(command -v nvcc)")")")}
-    [[ -f $home/include/cuda_runtime.h ]] || home=/usr/local/cuda
     fake=$(mktemp -d) # a toolkit like this one, whose nvcc copies objects
     trap 'rm -rf "$fake"' EXIT
     mkdir "$fake/bin"

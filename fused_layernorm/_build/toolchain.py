@@ -102,8 +102,8 @@ def find_toolkits() -> list[tuple[Path, str]]:
 
 def nvcc_options(home: Path) -> list[str]:
     """Options that not every nvcc has. Compressed device code takes a quarter of the bytes. --split-compile optimizes
-    the kernels of a file in several threads: norm_any.cu, the longest file, takes 65 s for 92 on two cores. The number
-    is fixed, since from two threads on the machine code is the same for any number."""
+    the kernels of a file in several threads: norm_any.cu, the longest file, takes 65 s for 92 on two cores. Eight, not
+    0 for all cores: on one core that gives other machine code, while any number from two on gives the same."""
     known = output_of(str(home / "bin" / "nvcc"), "--help")
     return [option for option in ("--compress-mode=size", "--split-compile=8") if option.split("=")[0] + " " in known]
 
