@@ -301,8 +301,9 @@ def test_add_checker_rejects(device, case):
 
 @on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in ADD_OPS for dtype in (fp16, bf16, fp32)
                                       for n in (128, 768, 1280, 4096)])  # fmt: skip
-def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
-    """y and z of few rows and of more, which have kernels of their own, and of many: the same bits and signs of 0"""
+def test_a_row_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """y, and z of an add norm, of few rows and of more, which have kernels of their own, and of many: the same bits and
+    signs of 0"""
     if not uses_kernels(device):
         pytest.skip("a promise of the compiled kernels: PyTorch's sums depend on the number of rows")
     rows = (CPU_ELEMENTS if device == "cpu" else CUDA_ELEMENTS) // hidden_size
@@ -312,11 +313,15 @@ def test_add_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
     x[1, ::3] = residual[1, ::3] = some[::5] = -0.0
     for weight in (some, None):
         for bias in (weight, None):
-            many = ADD_OPS[op](x, residual, weight, bias, 1e-5, normalized_shape=hidden_size)
+
+            def results(rows, weight=weight, bias=bias):
+                options = {"weight": weight, "bias": bias, "eps": 1e-5, "normalized_shape": hidden_size}
+                return OPS[op](x[:rows], **options), *ADD_OPS[op](x[:rows], residual[:rows], **options)
+
+            many = results(rows)
             # few, and between few and many: 1.5 times kAnyFewRows.vectors (csrc/cuda/launch_plan.h)
             for fewer in (3, min(rows, 3 * 2**20 // x.itemsize // hidden_size)):
-                few = ADD_OPS[op](x[:fewer], residual[:fewer], weight, bias, 1e-5, normalized_shape=hidden_size)
-                for a, b in zip(few, many, strict=True):
+                for a, b in zip(results(fewer), many, strict=True):
                     same = same_bits(a, b[:fewer]) and same_bits(a.signbit(), b[:fewer].signbit())
                     assert same, (fewer, weight is None, bias is None)
 

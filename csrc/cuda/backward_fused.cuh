@@ -919,8 +919,9 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
 // Bytes that are read and written for an element of x.
 int element_bytes(const KernelBackwardParams& params, const GradStages& stages) {
   const int wide = dtype_bytes(params.x_dtype), narrow = dtype_bytes(stages.grad_output_dtype);
-  return wide + 2 * narrow + (stages.has_load_stage || stages.row_gate.gate ? 2 * wide : 0) +
-         (stages.gate ? narrow : 0);
+  const bool reads_third = stages.grad_residual_out || stages.row_gate.gate;
+  const bool writes_second = stages.grad_residual || stages.row_gate.gate;
+  return wide * (1 + reads_third + writes_second) + narrow * (stages.gate ? 3 : 2);
 }
 // Whether memory decides how long rows take, not instructions.
 constexpr bool memory_decides(Family family) { return family == Family::kLoad || family == Family::kGate; }

@@ -131,6 +131,10 @@ constexpr int most_usual_threads(int held) { return held == 2 ? 4 : held == 3 ||
 constexpr int most_usual_threads(int held, int element_bytes, bool is_rms_norm) {
   return held == 4 && element_bytes == 2 && !is_rms_norm ? 256 : most_usual_threads(held);
 }
+// Many rows of LayerNorm whose threads hold five vectors run in the kernel for eight, which loads weight and bias late,
+// with fewer registers, and gives the same bits. H200, bf16, x of 256 MiB: 1152 columns 141 us, 135; 5120 142, 135; but
+// 2048 x 1152 4.6, 5.1. RMSNorm, fp32 and a residual lose 1 to 2%.
+constexpr int64_t kManyRowsVectors = 512 * 1024;
 // norm_any.cu and norm_gated.cu. Eight vectors of 16 bits and 128 threads: a row gate, 256 x 8192 6.2 us, then 8.8.
 template <typename scalar_t>
 constexpr int most_any_threads(int held) {
@@ -139,7 +143,7 @@ constexpr int most_any_threads(int held) {
 // With an epilogue, instruction issue decides, and a third of the instructions are per row: up to eight vectors.
 template <typename scalar_t>
 constexpr int most_epilogue_threads(int held) {
-  return held == 3 ? 0 : held == 4 && sizeof(scalar_t) == 2 ? 4 : most_any_threads<scalar_t>(held);
+  return held == 3 || held == 5 ? 0 : held == 4 && sizeof(scalar_t) == 2 ? 4 : most_any_threads<scalar_t>(held);
 }
 // Threads of an SM, for the compiler: 96 registers for eight vectors and more.
 template <int kHeld>
@@ -280,12 +284,16 @@ constexpr bool kReadsElements = Plan::kVec <= 2;
 
 // The most bytes that one iteration of an SM reads and writes, where memory decides (rows of whole vectors without row
 // gate or epilogue; but not fp32 with stages where rows are finished one behind): with more rows at a time it takes
-// longer. H200, bf16 with a residual, x of 256 MiB: 1024 columns by five rows 323 us, six 344; 4096 by one row 322, by
-// a cluster of two and two rows 322, three 346; fp32 with a residual: 2048 by one row 321, two 342. The same on an H100
-// (bf16 with a residual, 3072 columns by one row 453, two 476). By several blocks, rows of a warp: 256 columns by three
-// blocks of five rows 323, seven 343; 384 by two blocks of five 322, seven 334; fp32 LayerNorm of 256 by three blocks
-// of four 200, seven 207.
-constexpr int64_t most_iteration_bytes(int blocks_per_sm) { return (blocks_per_sm > 1 ? 42 : 54) * 1024; }
+// longer, with fewer too. H200, bf16, x of 256 MiB, a residual whose gradient is a tensor of its own (five tensors):
+// 1024 columns by five rows 323 us, six 344; 4096 by one row 322, by a cluster of two and two rows 322, three 346; a
+// residual whose gradient is that of x (four): 1024 by five rows 261, six 250; 8192 by a cluster of four and two rows
+// 270, three 257; 12288 312 and 260. fp32, five: 2048 by one row 321, two 342. H100, bf16, five: 3072 by one row 453,
+// two 476. By several blocks, rows of a warp: 256 columns by three blocks of five rows 323, seven 343; 384 by two
+// blocks of five 322, seven 334 (four tensors: six 259, seven 265); fp32 LayerNorm of 256 by three blocks of four 200,
+// seven 207.
+constexpr int64_t most_iteration_bytes(int blocks_per_sm) {
+  return (blocks_per_sm == 1 ? 54 : blocks_per_sm == 2 ? 41 : 42) * 1024;
+}
 
 // How a block, or a cluster, shares rows of `vectors` vectors: the least warps that hold a row, and as many rows as the
 // warps of the plan then hold, within most_iteration_bytes(). element_bytes: what is read and written for an element;
@@ -343,21 +351,22 @@ constexpr unsigned kPaceNever = 1u << 30;  // credit of a block that goes on unp
 // One ladder for both strategies, so that grad_input has the same bits with either. Warps and blocks were tuned at the
 // size of each plan; neighbouring values lost 2 to 10%. Empty slots cost time (H200, part of the copy without and with
 // a plan for the size: bf16 4608 columns 0.89 and 0.99, fp32 2304 0.77 and 0.96, 5120 0.87 and 0.96). The plan for one
-// block of up to 8192 (fp32: 4096) columns is for cards without clusters.
+// block of up to 8192 (fp32: 4096) columns is for cards without clusters. More than eight blocks a row are 16
+// (cluster_for), which have too little of rows of 32769 to 65535 columns at once: 40000 columns by 16 blocks bf16 289
+// us, fp32 261, by the five of the last plan 204 and 204 (but few rows of 65536 columns take 5 to 18% more by eight).
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
                       BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<224, 2, 8, 15, 1>, BackwardPlan<64, 4, 8, 6, 1, 2>,
                       BackwardPlan<80, 4, 8, 10, 1, 2>, BackwardPlan<64, 4, 8, 8, 1, 4>, BackwardPlan<256, 4, 8, 8, 1>,
-                      BackwardPlan<128, 4, 8, 8, 1, 16>, BackwardPlan<256, 4, 8, 8, 1, 16>>;
+                      BackwardPlan<128, 4, 8, 8, 1, 8>, BackwardPlan<256, 4, 8, 8, 1, 16>>;
 };
 template <>
 struct BackwardLadder<float> {
-  using type =
-      Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-             BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<96, 2, 4, 15, 1>, BackwardPlan<128, 4, 4, 8, 1>,
-             BackwardPlan<128, 4, 4, 12, 1, 2>, BackwardPlan<96, 4, 4, 12, 1, 4>, BackwardPlan<128, 4, 4, 12, 1, 4>,
-             BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 12, 1, 16>, BackwardPlan<512, 4, 4, 16, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 2, 4, 7, 3>,
+                      BackwardPlan<96, 2, 4, 15, 1>, BackwardPlan<128, 4, 4, 8, 1>, BackwardPlan<128, 4, 4, 12, 1, 2>,
+                      BackwardPlan<96, 4, 4, 12, 1, 4>, BackwardPlan<256, 4, 4, 8, 1>,
+                      BackwardPlan<256, 4, 4, 12, 1, 8>, BackwardPlan<512, 4, 4, 16, 1, 16>>;
 };
 template <>
 struct BackwardLadder<double> {
@@ -372,20 +381,22 @@ constexpr int kFilledSlots = 3;
 template <typename scalar_t>
 using WholeCardPlan = BackwardPlan<256, 4, 16 / static_cast<int>(sizeof(scalar_t)), 8, 1, kWholeCard>;
 
-// With a load stage: two more tensors, so fewer rows at a time (most_iteration_bytes()). Its kernels for clusters have
-// no other path: with the plain norm's that kernel has 110 KB of code, not 63, and waits for instructions even in its
-// loop of 10 KB (H200, LayerNorm of 2048 x 4096, bf16: 31 us, 23; fp32 of 8192 columns 205 us, 196).
+// With a load stage: two more tensors, so fewer rows at a time (most_iteration_bytes()). H200, bf16, us: 3072 columns
+// by a block and one row 274, by a cluster of two and four rows 254; 5120 by three blocks 263, two 253. Its kernels for
+// clusters have no other path: with the plain norm's that kernel has 110 KB of code, not 63, and waits for instructions
+// even in its loop of 10 KB (H200, LayerNorm of 2048 x 4096, bf16: 31 us, 23; fp32 of 8192 columns 205 us, 196).
 template <typename scalar_t>
 struct LoadGradLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
-                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<256, 2, 8, 10, 1>, BackwardPlan<128, 2, 8, 12, 1, 16>,
-                      BackwardPlan<256, 2, 8, 12, 1, 16>>;
+                      BackwardPlan<32, 2, 8, 7, 2>, BackwardPlan<160, 2, 8, 10, 1>, BackwardPlan<96, 2, 8, 12, 1, 2>,
+                      BackwardPlan<256, 2, 8, 10, 1>, BackwardPlan<160, 2, 8, 12, 1, 2>,
+                      BackwardPlan<128, 2, 8, 12, 1, 16>, BackwardPlan<256, 2, 8, 12, 1, 16>>;
 };
 template <>
 struct LoadGradLadder<float> {
-  using type = Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 1, 4, 7, 3>,
-                      BackwardPlan<32, 2, 4, 7, 3>, BackwardPlan<160, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 8, 1>,
-                      BackwardPlan<128, 4, 4, 8, 1, 4>, BackwardPlan<256, 4, 4, 8, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 1, 4, 7, 3>, BackwardPlan<16, 1, 4, 7, 3>, BackwardPlan<32, 2, 4, 7, 3>,
+                      BackwardPlan<160, 4, 4, 8, 1>, BackwardPlan<256, 4, 4, 8, 1>, BackwardPlan<128, 4, 4, 8, 1, 4>,
+                      BackwardPlan<256, 4, 4, 8, 1, 16>>;
 };
 
 // With an epilogue, whose gradient takes instructions: 16 elements a thread, and as many warps as registers allow and
@@ -400,8 +411,8 @@ struct EpilogueGradLadder {
 };
 template <>
 struct EpilogueGradLadder<float> {
-  using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<64, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 18, 1>,
-                      BackwardPlan<128, 4, 4, 9, 1, 2>, BackwardPlan<256, 4, 4, 9, 1, 16>>;
+  using type = Ladder<BackwardPlan<32, 2, 4, 14, 1>, BackwardPlan<256, 2, 4, 18, 1>, BackwardPlan<128, 4, 4, 9, 1, 2>,
+                      BackwardPlan<256, 4, 4, 9, 1, 16>>;
 };
 
 // With a gate, whose gradient is a third sum along the columns: fewer columns a thread, fewer rows.
@@ -413,8 +424,7 @@ struct GateGradLadder {
 };
 template <>
 struct GateGradLadder<float> {
-  using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<128, 2, 4, 12, 1>, BackwardPlan<256, 2, 4, 8, 2>,
-                      BackwardPlan<128, 4, 4, 8, 1, 16>>;
+  using type = Ladder<BackwardPlan<32, 2, 4, 7, 2>, BackwardPlan<256, 2, 4, 8, 2>, BackwardPlan<128, 4, 4, 8, 1, 16>>;
 };
 
 // With a row gate, whose activation is a third of the instructions. Up to 2048 columns eight elements a thread, for
@@ -426,10 +436,9 @@ template <typename scalar_t>
 struct RowGateGradLadder {
   using type =
       Ladder<BackwardPlan<8, 1, 8, 7, 2>, BackwardPlan<16, 1, 8, 7, 2>, BackwardPlan<32, 1, 8, 7, 2>,
-             BackwardPlan<64, 1, 8, 12, 1>, BackwardPlan<192, 1, 8, 15, 1>, BackwardPlan<256, 2, 4, 16, 1>,
-             BackwardPlan<96, 2, 8, 12, 1, 2>, BackwardPlan<128, 2, 8, 16, 1, 2>, BackwardPlan<160, 2, 8, 16, 1, 2>,
-             BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<128, 2, 8, 12, 1, 4>, BackwardPlan<192, 2, 8, 15, 1, 4>,
-             BackwardPlan<256, 2, 8, 16, 1, 16>>;
+             BackwardPlan<192, 1, 8, 15, 1>, BackwardPlan<256, 2, 4, 16, 1>, BackwardPlan<96, 2, 8, 12, 1, 2>,
+             BackwardPlan<160, 2, 8, 16, 1, 2>, BackwardPlan<96, 2, 8, 15, 1, 4>, BackwardPlan<128, 2, 8, 12, 1, 4>,
+             BackwardPlan<192, 2, 8, 15, 1, 4>, BackwardPlan<256, 2, 8, 16, 1, 16>>;
 };
 template <>
 struct RowGateGradLadder<float> {
@@ -471,10 +480,9 @@ constexpr int per_row_bound(int element_bytes, bool same, bool has_tiles) {
 // and with a plan for the size: 65 columns 619 us and 362, 129 384 and 293, 1025 308 and 284, 6001 313 and 287).
 template <typename scalar_t>
 struct RaggedBackwardLadder {
-  using type =
-      Ladder<BackwardPlan<8, 5, 2, 7, 3>, BackwardPlan<16, 5, 2, 7, 3>, BackwardPlan<32, 4, 2, 7, 3>,
-             BackwardPlan<32, 8, 2, 7, 2>, BackwardPlan<96, 8, 2, 15, 1>, BackwardPlan<128, 20, 2, 4, 2>,
-             BackwardPlan<192, 8, 2, 12, 1, 2>, BackwardPlan<128, 20, 2, 4, 2, 16>, BackwardPlan<256, 16, 2, 8, 1, 16>>;
+  using type = Ladder<BackwardPlan<8, 5, 2, 7, 3>, BackwardPlan<16, 5, 2, 7, 3>, BackwardPlan<32, 4, 2, 7, 3>,
+                      BackwardPlan<32, 8, 2, 7, 2>, BackwardPlan<96, 8, 2, 15, 1>, BackwardPlan<128, 20, 2, 4, 2>,
+                      BackwardPlan<128, 20, 2, 4, 2, 16>, BackwardPlan<256, 16, 2, 8, 1, 16>>;
 };
 template <>
 struct RaggedBackwardLadder<float> {

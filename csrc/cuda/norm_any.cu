@@ -109,8 +109,7 @@ template <typename scalar_t, int kHeld, Stages stages>
 constexpr int any_threads_per_sm() {
   if (kHeld == 8) return 512;
   if (stages == Stages::kNone) return kHeld == 6 ? 768 : kHeld == 5 ? 896 : 1024;
-  if (kHeld == 5) return stages == Stages::kLoad ? 768 : 640;
-  return kHeld == 6 ? 640 : kHeld == 4 || (kHeld == 3 && sizeof(scalar_t) == 4) ? 768 : 1024;
+  return kHeld == 6 ? 640 : kHeld == 5 || kHeld == 4 || (kHeld == 3 && sizeof(scalar_t) == 4) ? 768 : 1024;
 }
 template <typename scalar_t, int kHeld, Stages stages>
 constexpr int kAnyBlocks = any_threads_per_sm<scalar_t, kHeld, stages>() < 1024 ? 1 : 2;
@@ -163,7 +162,7 @@ cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, co
   }
   const ClusterLaunch launch(blocks, plan.block, 0, 1, stream);
   if (has_epilogue) {
-    return with_constant<2, 4, 5, 6, 8>(plan.held, [&](auto held) {
+    return with_constant<2, 4, 6, 8>(plan.held, [&](auto held) {
       return cudaLaunchKernelEx(&launch.config, any_norm_kernel<scalar_t, held, Stages::kLoadAndEpilogue>, arguments);
     });
   }
