@@ -916,12 +916,14 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
   return arguments;
 }
 
-// Bytes that are read and written for an element of x.
+// Bytes that are read and written for an element of x. What a call does without does not count, so that gradients have
+// the same bits whichever are wanted. The residual's gradient is that of x unless something is between them.
 int element_bytes(const KernelBackwardParams& params, const GradStages& stages) {
   const int wide = dtype_bytes(params.x_dtype), narrow = dtype_bytes(stages.grad_output_dtype);
-  const bool reads_third = stages.grad_residual_out || stages.row_gate.gate;
-  const bool writes_second = stages.grad_residual || stages.row_gate.gate;
-  return wide * (1 + reads_third + writes_second) + narrow * (stages.gate ? 3 : 2);
+  const bool has_row_gate = stages.row_gate.gate, is_changed = stages.gate || stages.dropout.philox || narrow < wide;
+  const bool reads_more = stages.has_load_stage || has_row_gate;
+  const bool writes_more = (stages.has_load_stage && is_changed) || has_row_gate;
+  return wide * (1 + reads_more + writes_more) + narrow * (stages.gate ? 3 : 2);
 }
 // Whether memory decides how long rows take, not instructions.
 constexpr bool memory_decides(Family family) { return family == Family::kLoad || family == Family::kGate; }
