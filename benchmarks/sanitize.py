@@ -44,6 +44,8 @@ SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "fl
 def ladders():
     """[(kind of x, [(text of a plan, elements that a block holds, blocks that share a row at most)])], in order."""
     text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
+    (whole_card,) = re.findall(r"constexpr int kWholeCard = (\d+);", text)
+    text = text.replace("kWholeCard", whole_card)
     found = []
     for of, body in re.findall(r"struct \w+Ladder(?:<([^>]*)>)? \{\s*using type\s*=\s*Ladder<(.*?)>;", text, re.DOTALL):
         plans = []
@@ -64,7 +66,7 @@ def lengths(kind, light=False):
     held = set()
     for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
         for _, elements, cluster in plans:
-            held |= {elements * blocks for blocks in (1, 2, cluster)} if cluster > 1 else {elements}
+            held |= {elements * blocks for blocks in (1, 2, min(cluster, 64))} if cluster > 1 else {elements}
     if kind != "fp64":  # sizes that have a kernel with an epilogue
         text = (ROOT / "csrc" / "cuda" / "norm_epilogue.cu").read_text()
         (sizes,) = re.findall(rf"using {'Float32' * (kind == 'fp32')}Sizes = .*?<int, ([\d, ]+)>", text)

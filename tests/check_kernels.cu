@@ -1181,6 +1181,7 @@ void time_all(const std::string& only) {
 #endif
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 12);  // a run that is stopped has written its failures
   std::string only;
   bool times = false;
   for (int i = 1; i < argc; ++i) {

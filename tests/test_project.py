@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from fork_server import run_code
 
 import fused_layernorm
@@ -64,3 +65,15 @@ def test_version_is_in_the_changelog_and_the_citation():
     )
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.search(rf"^version: {version}$", citation, re.MULTILINE) and f"date-released: {date}\n" in citation
+
+
+@pytest.mark.parametrize("light", [False, True])
+def test_sanitizers_reach_rows_of_the_whole_card(light):
+    """benchmarks/sanitize.py reads the plans from launch_plan.h"""
+    sanitize = runpy.run_path(str(ROOT / "benchmarks" / "sanitize.py"))
+    longest = {}
+    for function, *arguments in sanitize["list_calls"](light):
+        if function.__name__ == "plain":
+            dtype, hidden_size = arguments[2], arguments[1]
+            longest[dtype] = max(hidden_size, longest.get(dtype, 0))
+    assert all(longest[dtype] > 2 * 131072 for dtype in (torch.float16, torch.bfloat16, torch.float32))
