@@ -32,6 +32,7 @@ def compile_file(nvcc, flags, source, target):
 
 
 def main(folder, *archs):
+    Path(folder).mkdir(parents=True, exist_ok=True)
     home, version = toolchain["find_toolkits"]()[0]
     nvcc, jobs = f"{home}/bin/nvcc", int(os.environ.get("MAX_JOBS", len(os.sched_getaffinity(0))))
     optimizing = toolchain["compiler_flags"](home)["nvcc"]
