@@ -65,7 +65,7 @@ def lengths(kind, light=False):
     """The lengths of rows that tell the plans for such x apart; `light`: those that fill them."""
     held = set()
     for _, plans in (ladder for ladder in ladders() if ladder[0] == kind):
-        for _, elements, cluster in plans:
+        for _, elements, cluster in plans:  # 64 blocks of the whole card, and not all, so that a row is not too long
             held |= {elements * blocks for blocks in (1, 2, min(cluster, 64))} if cluster > 1 else {elements}
     if kind != "fp64":  # sizes that have a kernel with an epilogue
         text = (ROOT / "csrc" / "cuda" / "norm_epilogue.cu").read_text()
