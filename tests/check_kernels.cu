@@ -1286,8 +1286,8 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {int64_t{1}, 4000000 / n})
           if (++turn % 5 == 0) add_case(cases, types, feature, n, rows, turn % 2);
     }
-  // Backward by the fused strategy, which takes the plain norm from more than 1024 rows or 2^20 elements on: sizes that
-  // do not fill a plan, so that warps have unequal parts of a row
+  // Backward by the fused strategy, which takes the plain norm where the problem is not small (small_problem() of
+  // launch_plan.h): sizes that do not fill a plan, so that warps have unequal parts of a row
   const Feature fused[] = {
       kFeatures[0],
       {"residual", [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true; }},
@@ -1304,9 +1304,11 @@ int main(int argc, char** argv) {
                           2304, 2600, 3073, 3600, 5000, 7001, 8193, 9000, 12345, 40000})
     for (const NamedTypes& types : kTypes) {
       if (types.t.x == DType::kFloat64) continue;
-      for (const Feature& feature : fused)
+      for (const Feature& feature : fused) {
+        const int64_t elements = &feature == fused ? 1 << 22 : 1 << 20;
         if (++turn % 7 == 0)
-          add_case(cases, types, feature, n, std::max<int64_t>(n < 800 ? 1030 : 0, (1 << 20) / n + 9), turn % 2);
+          add_case(cases, types, feature, n, std::clamp<int64_t>(1030, n < 800 ? 1030 : 0, elements / n + 9), turn % 2);
+      }
     }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;

@@ -916,15 +916,6 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
   return arguments;
 }
 
-// Bytes that are read and written for an element of x. What a call does without does not count, so that gradients have
-// the same bits whichever are wanted. The residual's gradient is that of x unless something is between them.
-int element_bytes(const KernelBackwardParams& params, const GradStages& stages) {
-  const int wide = dtype_bytes(params.x_dtype), narrow = dtype_bytes(stages.grad_output_dtype);
-  const bool has_row_gate = stages.row_gate.gate, is_changed = stages.gate || stages.dropout.philox || narrow < wide;
-  const bool reads_more = stages.has_load_stage || has_row_gate;
-  const bool writes_more = (stages.has_load_stage && is_changed) || has_row_gate;
-  return wide * (1 + reads_more + writes_more) + narrow * (stages.gate ? 3 : 2);
-}
 // Whether memory decides how long rows take, not instructions.
 constexpr bool memory_decides(Family family) { return family == Family::kLoad || family == Family::kGate; }
 
@@ -1015,18 +1006,20 @@ cudaError_t fused_by_plan(const KernelBackwardParams& params, const GradStages& 
   const bool is_narrow = stages.grad_output_dtype != params.x_dtype;
   const int64_t vectors = vecs_of<Plan::kVec>(params.hidden_size);
   using Shape = typename Plan::Shape;
-  const bool limits_rows = memory_decides(family) && !(sizeof(scalar_t) == 4 && Shape::kOneBehind && stages.any());
   const FusedRowsPlan plan(Plan{}, vectors, is_narrow || Plan::kVec * sizeof(scalar_t) == 8 ? 2 : 1,
                            Plan::kGlobalExchange ? device.multiprocessors : device.max_cluster,
-                           limits_rows ? element_bytes(params, stages) : 0);
+                           memory_decides(family) ? limiting_bytes<Plan>(params, stages) : 0);
   // Rows longer than a block holds go to a cluster, whatever the number of rows, so that the order of a row's sums is
   // fixed
   if (vectors > static_cast<int64_t>(plan.cluster) * Plan::kThreads * Plan::kVecs) return cudaSuccess;
-  if (!stages.any()) {
-    const bool small = params.rows <= kSplitMaxRows && params.rows * params.hidden_size <= kSplitMaxElements;
+  const bool is_small = small_problem<scalar_t, Plan>(stages.any()).has(params.rows, params.hidden_size) &&
+                        plan.cluster * plan.threads <= kSplitThreads<Plan>;
+  if (stages.any()) {
+    if (is_small && takes_split(params, stages)) return cudaSuccess;
+  } else {
     const bool wanted = params.segments > 1 ? plan.cluster > 1 || !Plan::kClusters
-                        : Plan::kClusters   ? plan.cluster > 1 && !(small && kSplitClusters<Plan>)
-                                            : (params.grad_weight || params.grad_bias) && !small;
+                        : Plan::kClusters   ? plan.cluster > 1 && !is_small
+                                            : (params.grad_weight || params.grad_bias) && !is_small;
     if (!params.grad_input || !wanted) return cudaSuccess;
   }
   return fused_by_shape<scalar_t, Shape, family>(params, stages, device, plan, call);

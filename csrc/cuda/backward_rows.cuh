@@ -168,6 +168,22 @@ __device__ __forceinline__ Pair<T> slope_and_level(Pair<T> sums, const Stats& st
   return {slope, level};
 }
 
+// Bytes that are read and written for an element of x. It does not depend on which gradients a call wants, so that they
+// have the same bits in every call. The residual's gradient is that of x unless something is between them.
+inline int element_bytes(const KernelBackwardParams& params, const GradStages& stages) {
+  const int wide = dtype_bytes(params.x_dtype), narrow = dtype_bytes(stages.grad_output_dtype);
+  const bool has_row_gate = stages.row_gate.gate, is_changed = stages.gate || stages.dropout.philox || narrow < wide;
+  const bool reads_more = stages.has_load_stage || has_row_gate;
+  const bool writes_more = (stages.has_load_stage && is_changed) || has_row_gate;
+  return wide * (1 + reads_more + writes_more) + narrow * (stages.gate ? 3 : 2);
+}
+// The same where it limits the rows that a plan takes at once (most_iteration_bytes()); else 0.
+template <typename Plan>
+int limiting_bytes(const KernelBackwardParams& params, const GradStages& stages) {
+  const bool is_wide = dtype_bytes(params.x_dtype) == 4;
+  return is_wide && Plan::Shape::kOneBehind && stages.any() ? 0 : element_bytes(params, stages);
+}
+
 // Stores a scalar to a tensor whose dtype is a run-time value.
 template <typename T>
 __device__ __forceinline__ void store_as(void* target, DType dtype, int64_t index, T value) {

@@ -652,7 +652,7 @@ bool backward_at_once(BackwardCall call, Sequence& run) {
   if (!call.stages.from_y && !call.stages.epilogue.any() && !call.stages.row_gate.gates_y)
     call.parameters.bias = nullptr;  // it would not be read
   call.norm.weight_dtype = parameter_dtype(call.parameters.dtype, call.stages.grad_input_dtype);
-  if ((!call.stages.any() && !call.norm.interleaves) || !is_fused_backward(call.norm, call.stages)) return false;
+  if ((!call.stages.any() && !call.norm.interleaves) || !takes_stages(call.norm, call.stages)) return false;
   if (call.row_gate.data && call.row_gate.dtype != call.z.dtype) return false;
   call.make_readable(call.grad_output.dtype, call.norm.weight_dtype, run);
   call.norm.workspace = run.take(backward_workspace(call.norm, call.stages));

@@ -284,13 +284,9 @@ constexpr bool kReadsElements = Plan::kVec <= 2;
 
 // The most bytes that one iteration of an SM reads and writes, where memory decides (rows of whole vectors without row
 // gate or epilogue; but not fp32 with stages where rows are finished one behind): with more rows at a time it takes
-// longer, with fewer too. H200, bf16, x of 256 MiB, a residual whose gradient is a tensor of its own (five tensors):
-// 1024 columns by five rows 323 us, six 344; 4096 by one row 322, by a cluster of two and two rows 322, three 346; a
-// residual whose gradient is that of x (four): 1024 by five rows 261, six 250; 8192 by a cluster of four and two rows
-// 270, three 257; 12288 312 and 260. fp32, five: 2048 by one row 321, two 342. H100, bf16, five: 3072 by one row 453,
-// two 476. By several blocks, rows of a warp: 256 columns by three blocks of five rows 323, seven 343; 384 by two
-// blocks of five 322, seven 334 (four tensors: six 259, seven 265); fp32 LayerNorm of 256 by three blocks of four 200,
-// seven 207.
+// longer, with fewer too (benchmarks/tuning.md, "Backward, how much at a time"). H200, bf16, a residual, 8192 columns
+// by a cluster of four: two rows 270 us, three 257, where it needs five tensors for four two 325, three 342. By two
+// blocks 384 columns by six rows each 259, seven 265; by three 256 columns by five rows 323, seven 343.
 constexpr int64_t most_iteration_bytes(int blocks_per_sm) {
   return (blocks_per_sm == 1 ? 54 : blocks_per_sm == 2 ? 41 : 42) * 1024;
 }
@@ -353,7 +349,7 @@ constexpr unsigned kPaceNever = 1u << 30;  // credit of a block that goes on unp
 // a plan for the size: bf16 4608 columns 0.89 and 0.99, fp32 2304 0.77 and 0.96, 5120 0.87 and 0.96). The plan for one
 // block of up to 8192 (fp32: 4096) columns is for cards without clusters. More than eight blocks a row are 16
 // (cluster_for), which have too little of rows of 32769 to 65535 columns at once: 40000 columns by 16 blocks bf16 289
-// us, fp32 261, by the five of the last plan 204 and 204 (but few rows of 65536 columns take 5 to 18% more by eight).
+// us, fp32 261, by the five of the last plan 204 and 204 (but few rows of 65536 columns take 2 to 18% more by eight).
 template <typename scalar_t>
 struct BackwardLadder {
   using type = Ladder<BackwardPlan<8, 1, 8, 7, 3>, BackwardPlan<16, 1, 8, 7, 3>, BackwardPlan<32, 1, 8, 7, 3>,
@@ -543,18 +539,29 @@ constexpr int64_t most_deep_slot_bytes(bool memory_decides) {
 }
 
 // Strategy "split": in one launch, blocks of rows write grad_input and blocks of columns sum the weight gradients. It
-// reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for problems that fit into
-// the L2 cache, where it saves the second launch.
-constexpr int64_t kSplitMaxElements = 1 << 20;
-constexpr int64_t kSplitMaxRows = kForRacecheck ? 8 : 1024;
+// reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for small problems, where
+// it saves the second launch.
+struct SmallProblem {
+  int64_t rows, elements;  // at most
+  bool has(int64_t of_rows, int64_t hidden_size) const { return of_rows <= rows && of_rows * hidden_size <= elements; }
+};
+// H200, us by split and fused: bf16 1024 x 1024 6.7 and 8.1, 256 x 8192 7.8 and 11.5, 512 x 8192 12.6 and 13.9, but
+// 1024 x 3072 10.8 and 10.1; fp32 256 x 8192 11.3 and 14.2, 768 x 3072 14.0 and 12.5. Ragged: bf16 384 x 769 6.2 and
+// 8.1, 256 x 8193 17.1 and 22.8, but 384 x 4097 21.6 and 19.2; fp32 256 x 769 7.6 and 8.8, 384 x 769 13.3 and 9.4. A
+// residual, bf16: 256 x 1024 3.9 and 6.5, 512 x 4096 8.2 and 10.3, 1024 x 4096 14.7 and 13.3.
+template <typename scalar_t, typename Plan>
+constexpr SmallProblem small_problem(bool has_residual) {
+  constexpr bool kIsWide = sizeof(scalar_t) > 2;
+  if (kForRacecheck) return {8, int64_t{1} << 20};
+  if (kReadsElements<Plan>) return {kIsWide || Plan::kVecs <= 8 ? 512 : 256, (kIsWide ? 264 : 2560) * int64_t{1024}};
+  return {1024, (kIsWide ? 2 : 4) * int64_t{1048576} / (has_residual ? 2 : 1)};
+}
 
-// Whether one block of this strategy can replace a cluster, so that few rows need no cluster.
+// Threads of a block; with 512 a thread has no registers for 32 vectors. One block replaces a cluster that has no more
+// threads, so that few rows need no cluster (H200, bf16, 32 x 16384: 4.7 us, by clusters 9.0).
 template <typename Plan>
-constexpr bool kSplitClusters = Plan::kClusters && Plan::kThreads * Plan::kMaxCluster <= 512;
-template <typename Plan>
-constexpr int kSplitRowThreads = Plan::kThreads * (kSplitClusters<Plan> ? Plan::kMaxCluster : 1);
-template <typename Plan>
-constexpr int kSplitThreads = std::max(round_up_to_power(kSplitRowThreads<Plan>), 256);  // as sums of columns need
+constexpr int kSplitThreads =
+    Plan::kVecs <= 20 && Plan::kThreads * std::min(Plan::kMaxCluster, 512 / Plan::kThreads) > 256 ? 512 : 256;
 
 // 80 registers a thread, 128 if a thread holds more than two vectors of x and grad_output.
 template <int vecs, int block>
@@ -564,9 +571,15 @@ constexpr int kSplitBlocksPerSm = std::max((vecs > 8   ? 256
                                                block,
                                            1);
 
-// Columns of a block in the split strategy: 8 lanes of 16 bytes are one 128-byte line; more lanes where rows are few.
-template <int vec>
-constexpr int kColumnLanes = vec > 1 ? 8 : 32;
+// The vectors of columns that a block of the split strategy has (column_lanes()): with fewer, a thread has fewer rows,
+// but there are more blocks, which read less than a 128-byte line of a row. A thread has more than kRowsOfFullCard rows
+// if there is a block for every SM, and proportionally fewer rows if there are fewer blocks. H200, bf16, us by 32, 8, 4
+// and 2: 1 x 1024 2.7 (by 256 4.3); 256 x 1024 5.2, 4.2, 4.0 from 8 on; 1024 x 1024 9.7, 8.7, 6.7; 128 x 4096 4.1, 4.6;
+// 512 x 4096 9.2, 7.7, 8.8; 256 x 8192 7.8, 8.2, 10.4.
+constexpr int kMostColumnLanes = 32;
+template <typename Plan>
+constexpr int kLeastColumnLanes = kReadsElements<Plan> ? 8 : 2;
+constexpr int kRowsOfFullCard = 5;
 constexpr int kColumnBlocks = 1024;       // rows are split over this many column blocks
 constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer rows than this
 

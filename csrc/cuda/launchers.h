@@ -79,8 +79,19 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages);  // or kNoKernel
 cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream);
 
-// Whether the fused strategy takes the call: the only one for interleaved segments.
-bool is_fused_backward(const KernelBackwardParams& params, const GradStages& stages);
+// Whether one of them takes all stages, or the interleaved segments, which only the fused strategy has.
+bool takes_stages(const KernelBackwardParams& params, const GradStages& stages);
+// Whether the split strategy has the stages: only a residual, whose gradient is that of x, of rows of whole vectors.
+inline bool takes_split(const KernelBackwardParams& params, const GradStages& stages) {
+  const bool has_more = stages.from_y || stages.epilogue.any() || stages.row_gate.gate || stages.gate ||
+                        stages.dropout.philox || params.segments > 1;
+  const DType dtype = params.x_dtype;
+  return !has_more && dtype != DType::kFloat64 && stages.grad_output_dtype == dtype &&
+         stages.grad_input_dtype == dtype &&
+         (!stages.grad_residual || (!params.grad_input && stages.grad_residual_dtype == dtype)) &&
+         params.hidden_size % (16 / dtype_bytes(dtype)) == 0 && params.hidden_size <= kClusterColumns &&
+         params.rows <= kFusedMaxRows;
+}
 
 // norm_backward.cu: reduces the `partials` partial sums at params.workspace, each of `sums` rows: grad_weight,
 // grad_bias and, with a gate, grad_gate.

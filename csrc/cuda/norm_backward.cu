@@ -6,7 +6,7 @@
 //
 // Two strategies (launch_plan.h says when; a third, for rows that the whole card cannot hold, is in norm_huge.cu).
 // Fused (backward_fused.cuh): persistent blocks iterate over rows, read x and grad_output once, keep the weight
-// gradients of their rows in registers and write one partial sum a block; the only strategy with stages. Split: one
+// gradients of their rows in registers and write one partial sum a block. Split, without stages but a residual: one
 // launch with blocks of rows, for grad_input, and blocks of columns, for the weight gradients. Both strategies take the
 // same steps per row in the same order with pinned rounding, so grad_input has the same bits. Partial sums are added in
 // a fixed order: no atomics, no dependence on timing.
@@ -39,7 +39,10 @@ struct SplitLaunch {
   int column_tiles;    // blocks of columns along a row
   int column_splits;   // blocks of columns along the rows, each for split_rows rows
   int64_t split_rows;
-  int partials;  // partial sums of the weight gradients; 0: the gradients are written directly
+  int partials;                   // partial sums of the weight gradients; 0: the gradients are written directly
+  void* grad_input;               // or the gradient of the residual, which is the same
+  const void* grad_residual_out;  // as in GradStages
+  RowStrides grad_residual_out_strides;
 };
 
 // ---- split ---------------------------------------------------------------------------------------------------------
@@ -85,7 +88,7 @@ __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch
 // grad_input of one row, tile by tile if the registers do not hold it. Where the fused kernel shares the row in a
 // cluster, this block has the threads of the whole cluster. `rank`: of the thread in its row, which is the `group`-th
 // of the block.
-template <typename scalar_t, int kVecs, int kVec>
+template <typename scalar_t, int kVecs, int kVec, bool kAdds>
 __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
                                                 const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
                                                 Pair<acc_type<scalar_t>>* scratch, int rank, int group) {
@@ -109,7 +112,7 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   // weight is loaded together with x if registers allow it: of x's type, or fp32 beside 16-bit x, which takes twice as
   // many
   constexpr bool kKeepsNarrow = kVec * sizeof(scalar_t) >= 16 && kVecs * kVec * sizeof(scalar_t) <= 64;
-  constexpr bool kKeepsWide = kKeepsNarrow && sizeof(scalar_t) == 2 && kVecs * kVec <= 16;
+  constexpr bool kKeepsWide = kKeepsNarrow && sizeof(scalar_t) == 2 && kVecs * kVec <= (kAdds ? 8 : 16);
   const bool is_wide = sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32;
   RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
   RawVec<std::conditional_t<kKeepsWide, float, scalar_t>, kVec> weight_raw[kKeepsNarrow ? kVecs : 1];
@@ -159,12 +162,25 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
       add_to_row(sums, stats, x, grad, weight);
     }
   }
+  // The gradient of the residual is loaded before the sums are exchanged where registers allow it
+  constexpr bool kAddsEarly = kAdds && (sizeof(scalar_t) == 4 || kVecs == 1);
+  RawVec<scalar_t, kVec> residual_grad[kAddsEarly ? kVecs : 1];
+  const int residual_end = kAdds && launch.grad_residual_out ? end : 0;
+  const scalar_t* residual_grad_row = static_cast<const scalar_t*>(launch.grad_residual_out) + first_col +
+                                      (residual_end ? launch.grad_residual_out_strides.offset(row) : 0);
+  const auto load_residual_grad = [&](int col) {
+    return load_some<scalar_t, kVec, true>(residual_grad_row + col, residual_end - col);
+  };
+  if constexpr (kAddsEarly) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) residual_grad[v] = load_residual_grad(last_tile + v * step + own);
+  }
   sums = split_row_sum(sums, scratch, launch, rank, group);
   const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
 
   optimization_barrier(x_raw);
   optimization_barrier(grad_raw);
-  scalar_t* grad_input = static_cast<scalar_t*>(params.grad_input) + row * params.hidden_size + first_col;
+  const int64_t result_row = row * params.hidden_size + first_col;
 #pragma unroll 1
   for (int tile = last_tile; tile >= 0; tile -= tile_columns) {  // last tile first: it is still in registers
     if (tile != last_tile) load(tile);
@@ -177,7 +193,12 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
       weight_of(weight, v, col);
       acc_t values[kVec];
       grad_input_of(values, stats, row_terms, x, grad, weight);
-      store_some(grad_input + col, values, end - col);
+      if constexpr (kAdds) {
+        unpack(kAddsEarly && tile == last_tile ? residual_grad[kAddsEarly ? v : 0] : load_residual_grad(col), x);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = add(values[i], x[i]);
+      }
+      store_some(static_cast<scalar_t*>(launch.grad_input) + result_row + col, values, end - col);
     }
   }
 }
@@ -250,7 +271,7 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
   }
 }
 
-template <typename scalar_t, int kVecs, int kVec, int kBlock>
+template <typename scalar_t, int kVecs, int kVec, int kBlock, bool kAdds>
 __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
     norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params,
                                const __grid_constant__ SplitLaunch launch, acc_type<scalar_t> inverse_n) {
@@ -270,7 +291,7 @@ __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
     const int rank = static_cast<int>(threadIdx.x) - group * launch.row_threads;
     const int64_t row = block * launch.rows + group;
     if (group >= launch.rows || row >= params.rows) return;  // with 96 threads a row some threads have none
-    backward_of_row<scalar_t, kVecs, kVec>(params, row, launch, inverse_n, scratch.rows, rank, group);
+    backward_of_row<scalar_t, kVecs, kVec, kAdds>(params, row, launch, inverse_n, scratch.rows, rank, group);
   }
 }
 
@@ -341,13 +362,30 @@ cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int pa
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
+// Halved while a thread has more than one row, and until a block has kMostColumnLanes, as long as blocks of columns
+// leave SMs for those of rows.
+template <typename Plan>
+int column_lanes(int64_t vec_count, int64_t rows, int multiprocessors) {
+  const int64_t most_tiles = multiprocessors / (kReadsElements<Plan> ? 2 : 1);
+  const auto may_halve = [&](int lanes) {
+    const int row_lanes = kSplitThreads<Plan> / lanes;
+    const int64_t tiles = (vec_count + lanes / 2 - 1) / (lanes / 2);
+    if (lanes > kMostColumnLanes) return row_lanes < rows || tiles <= most_tiles;
+    return lanes > kLeastColumnLanes<Plan> && row_lanes < rows && tiles <= most_tiles &&
+           rows * most_tiles > kRowsOfFullCard * row_lanes * tiles;
+  };
+  int lanes = kSplitThreads<Plan>;
+  while (may_halve(lanes)) lanes /= 2;
+  return lanes;
+}
+
 template <typename scalar_t, typename Plan>
-SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
+SplitLaunch split_launch(const KernelBackwardParams& params, const GradStages& stages, const DeviceFacts& device) {
   SplitLaunch launch{};
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
-  // As the fused strategy plans it, so that the sums of a row have the same order: x, grad_output and grad_input
-  const FusedRowsPlan plan(Plan{}, vec_count, 1, max_cluster, 3 * dtype_bytes(params.x_dtype));
-  launch.cluster = kSplitClusters<Plan> ? plan.cluster : 1;
+  // As the fused strategy plans it, so that the sums of a row have the same order
+  const FusedRowsPlan plan(Plan{}, vec_count, 1, device.max_cluster, limiting_bytes<Plan>(params, stages));
+  launch.cluster = plan.cluster * plan.threads <= kSplitThreads<Plan> ? plan.cluster : 1;
   launch.threads = plan.threads;
   launch.lanes = std::min(plan.threads, 32);
   launch.warp_slice = plan.warp_slice;
@@ -355,12 +393,13 @@ SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
   launch.inverse_of_row = split_inverse(launch.row_threads);
   launch.inverse_of_slice = split_inverse(launch.threads);
   launch.rows = kSplitThreads<Plan> / launch.row_threads;
-  launch.slice = kSplitClusters<Plan> ? plan.slice * Plan::kVec : static_cast<int>(params.hidden_size);
-  if (params.grad_input) launch.row_blocks = (params.rows + launch.rows - 1) / launch.rows;
+  launch.slice = launch.cluster > 1 ? plan.slice * Plan::kVec : static_cast<int>(params.hidden_size);
+  launch.grad_residual_out = stages.grad_residual_out;
+  launch.grad_residual_out_strides = stages.grad_residual_out_strides;
+  launch.grad_input = params.grad_input ? params.grad_input : stages.grad_residual;
+  if (launch.grad_input) launch.row_blocks = (params.rows + launch.rows - 1) / launch.rows;
   if (params.grad_weight || params.grad_bias) {
-    launch.column_lanes = kSplitThreads<Plan>;
-    while (launch.column_lanes > kColumnLanes<Plan::kVec> && kSplitThreads<Plan> / launch.column_lanes < params.rows)
-      launch.column_lanes /= 2;
+    launch.column_lanes = column_lanes<Plan>(vec_count, params.rows, device.multiprocessors);
     launch.column_tiles = static_cast<int>((vec_count + launch.column_lanes - 1) / launch.column_lanes);
     const int64_t rows_at_least =
         static_cast<int64_t>(kSplitThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
@@ -374,17 +413,24 @@ SplitLaunch split_launch(const KernelBackwardParams& params, int max_cluster) {
   return launch;
 }
 
-// Calls f(types, plan, launch).
+// Calls f(types, plan, adds, launch); adds: a constant, whether there is a residual.
 template <typename F>
-cudaError_t dispatch_split(const KernelBackwardParams& params, F&& f) {
+cudaError_t dispatch_split(const KernelBackwardParams& params, const GradStages& stages, F&& f) {
   DeviceFacts facts;
   const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
   return dispatch_type(params.x_dtype, [&](auto types) {
     using scalar_t = typename decltype(types)::scalar_t;
+    const auto launch = [&](auto adds) {
+      return [&, adds](auto plan) {
+        return f(types, plan, adds, split_launch<scalar_t, decltype(plan)>(params, stages, facts));
+      };
+    };
+    if constexpr (sizeof(scalar_t) <= 4)
+      if (stages.any())
+        return dispatch_plan<LoadGradLadder<scalar_t>>(params.hidden_size, facts.max_cluster, launch(std::true_type()));
     return dispatch_rows<BackwardLadder<scalar_t>, RaggedBackwardLadder<scalar_t>, scalar_t>(
-        params.hidden_size, facts.max_cluster,
-        [&](auto plan) { return f(types, plan, split_launch<scalar_t, decltype(plan)>(params, facts.max_cluster)); });
+        params.hidden_size, facts.max_cluster, launch(std::false_type()));
   });
 }
 
@@ -406,21 +452,22 @@ FusedCall fused_call(const KernelBackwardParams& params, const GradStages& stage
 
 // Only the fused strategy takes segments of rows; for the others each segment is a separate problem.
 bool goes_by_segments(const KernelBackwardParams& params, const GradStages& stages) {
-  return params.segments > 1 && !is_fused_backward(params, stages);
+  return params.segments > 1 && fused_call(params, stages).running == 0;
 }
 
 bool wants_columns(const KernelBackwardParams& params) {
   return params.grad_weight || params.grad_bias || params.grad_gate;
 }
 
-cudaError_t launch_split(const KernelBackwardParams& params, cudaStream_t stream) {
-  return dispatch_split(params, [&](auto types, auto plan, const SplitLaunch& launch) {
+cudaError_t launch_split(const KernelBackwardParams& params, const GradStages& stages, cudaStream_t stream) {
+  return dispatch_split(params, stages, [&](auto types, auto plan, auto adds, const SplitLaunch& launch) {
     using scalar_t = typename decltype(types)::scalar_t;
     using acc_t = acc_type<scalar_t>;
     using Plan = decltype(plan);
     const OverlappedLaunch split(dim3(static_cast<unsigned>(launch.blocks + launch.row_blocks)),
                                  dim3(kSplitThreads<Plan>), stream);
-    const auto kernel = norm_backward_split_kernel<scalar_t, Plan::kVecs, Plan::kVec, kSplitThreads<Plan>>;
+    const auto kernel =
+        norm_backward_split_kernel<scalar_t, Plan::kVecs, Plan::kVec, kSplitThreads<Plan>, decltype(adds)::value>;
     const cudaError_t error =
         cudaLaunchKernelEx(&split.config, kernel, params, launch, inverse_of<acc_t>(params.hidden_size));
     if (error != cudaSuccess || launch.partials == 0) return error;
@@ -429,15 +476,15 @@ cudaError_t launch_split(const KernelBackwardParams& params, cudaStream_t stream
 }
 
 // More rows than a grid has blocks: the split strategy in several launches, columns first.
-cudaError_t launch_many_rows(const KernelBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_many_rows(const KernelBackwardParams& params, const GradStages& none, cudaStream_t stream) {
   KernelBackwardParams columns = params;
   columns.grad_input = nullptr;
   cudaError_t error = cudaSuccess;
-  if (wants_columns(params)) error = launch_split(columns, stream);
+  if (wants_columns(params)) error = launch_split(columns, none, stream);
   for (int64_t first = 0; first < params.rows && error == cudaSuccess; first += kMaxRowsOfLaunch) {
     KernelBackwardParams rows = part_of(params, first, std::min(kMaxRowsOfLaunch, params.rows - first));
     rows.grad_weight = rows.grad_bias = nullptr;
-    error = launch_split(rows, stream);
+    error = launch_split(rows, none, stream);
   }
   return error;
 }
@@ -449,8 +496,8 @@ cudaError_t launch_backward_finalize(const KernelBackwardParams& params, int par
                                            : finalize_weight_gradients<float>(params, partials, sums, stream);
 }
 
-bool is_fused_backward(const KernelBackwardParams& params, const GradStages& stages) {
-  return fused_call(params, stages).running > 0;
+bool takes_stages(const KernelBackwardParams& params, const GradStages& stages) {
+  return fused_call(params, stages).running > 0 || (stages.any() && takes_split(params, stages));
 }
 
 int64_t backward_workspace(const KernelBackwardParams& params, const GradStages& stages) {
@@ -461,10 +508,10 @@ int64_t backward_workspace(const KernelBackwardParams& params, const GradStages&
   if (!stages.any() && goes_by_segments(params, stages)) return backward_workspace(segment_of_rows(params, 0), stages);
   const FusedCall fused = fused_call(params, stages);
   if (fused.running > 0) return (wants_columns(params) ? bytes_of(fused.running) : 0) + fused.exchange_bytes;
-  if (stages.any()) return kNoKernel;
+  if (stages.any() && !takes_split(params, stages)) return kNoKernel;
   if (is_huge_backward(params)) return backward_huge_workspace(params);
   int partials = 0;
-  dispatch_split(params, [&](auto, auto, const SplitLaunch& launch) {
+  dispatch_split(params, stages, [&](auto, auto, auto, const SplitLaunch& launch) {
     partials = launch.partials;
     return cudaSuccess;
   });
@@ -480,14 +527,14 @@ cudaError_t launch_backward(const KernelBackwardParams& params, const GradStages
       }
       return cudaSuccess;
     }
-    if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) return launch_many_rows(params, stream);
+    if (params.rows >= 2 * kMaxRowsOfLaunch && params.grad_input) return launch_many_rows(params, stages, stream);
   }
   FusedCall call{true, stream};
   const cudaError_t error = call_fused(params, stages, call);
   if (error != cudaSuccess) return error;
   if (call.running == 0) {
-    if (stages.any()) return cudaErrorNotSupported;
-    return is_huge_backward(params) ? launch_backward_huge(params, stream) : launch_split(params, stream);
+    if (stages.any() && !takes_split(params, stages)) return cudaErrorNotSupported;
+    return is_huge_backward(params) ? launch_backward_huge(params, stream) : launch_split(params, stages, stream);
   }
   if (!wants_columns(params)) return cudaSuccess;
   return launch_backward_finalize(params, call.running, stages.gate ? 3 : 2, stream);
