@@ -1165,17 +1165,22 @@ void time_all(const std::string& only) {
   for (const char* types : {"bf16", "fp32"})
     for (const int64_t n : {4194304, 16777216})
       for (const int64_t rows : {1, 8}) run_case({"layer_norm", types, plain, {}}, n, rows);
-  const Timed few_rows[] = {{"few rows layer_norm", "bf16", plain, {}},
-                            {"few rows rms_norm", "bf16", plain, {}, true},
-                            {"few rows layer_norm", "fp32", plain, {}},
-                            {"few rows layer_norm", "bf16/w32", plain, {}},
-                            {"few rows residual", "bf16", residual, {}},
-                            {"few rows residual rms", "bf16", residual, {}, true},
-                            {"few rows modulated", "bf16", modulated, {}},
-                            {"few rows row gate rms", "bf16", gated, {}, true},
-                            {"few rows residual after next rms", "bf16", sandwich, {}, true}};
+  const std::vector<int64_t> usual{128, 512, 768, 1024, 1152, 1536, 2048, 4096, 8192},
+      other{64, 256, 3072, 6144, 12288, 16384, 257, 769, 4097, 8193};
+  const Timed few_rows[] = {{"few rows layer_norm", "bf16", plain, usual},
+                            {"few rows layer_norm", "bf16", plain, other},
+                            {"few rows rms_norm", "bf16", plain, usual, true},
+                            {"few rows layer_norm", "fp32", plain, usual},
+                            {"few rows layer_norm", "fp32", plain, other},
+                            {"few rows layer_norm", "bf16/w32", plain, usual},
+                            {"few rows residual", "bf16", residual, usual},
+                            {"few rows residual", "fp32", residual, usual},
+                            {"few rows residual rms", "bf16", residual, usual, true},
+                            {"few rows modulated", "bf16", modulated, usual},
+                            {"few rows row gate rms", "bf16", gated, usual, true},
+                            {"few rows residual after next rms", "bf16", sandwich, usual, true}};
   for (const Timed& cell : few_rows)
-    for (const int64_t n : {128, 512, 768, 1024, 1152, 1536, 2048, 4096, 8192})
+    for (const int64_t n : cell.sizes)
       for (const int64_t rows : {1, 8, 32, 256, 512, 1024, 2048}) run_case(cell, n, rows);
 }
 #endif

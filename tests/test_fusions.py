@@ -326,6 +326,35 @@ def test_a_row_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
                     assert same, (fewer, weight is None, bias is None)
 
 
+@on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in ADD_OPS for dtype in (fp16, bf16, fp32)
+                                      for n in (64, 768, 2560, 4096, 8192, 8193, 12288, 16384)])  # fmt: skip
+def test_gradients_of_a_row_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
+    """gradients of x and of residual, which few rows compute in one launch of blocks of rows and of columns, and many in
+    persistent blocks and clusters: the same bits"""
+    rows = (CPU_ELEMENTS if device == "cpu" else 5 * 2**20) // hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x, residual, grad_y, grad_z = (
+        torch.randn(rows, hidden_size, generator=generator).to(device, dtype) for _ in range(4)
+    )
+    weight, bias = (torch.rand(hidden_size, generator=generator).to(device, dtype).requires_grad_() for _ in "wb")
+
+    def gradients(rows):
+        options = {"weight": weight, "bias": bias, "eps": 1e-5, "normalized_shape": hidden_size}
+        few_x, few_residual = (tensor[:rows].clone().requires_grad_() for tensor in (x, residual))
+        few_grad_y, few_grad_z = grad_y[:rows], grad_z[:rows]
+        found = list(torch.autograd.grad(OPS[op](few_x, **options), few_x, few_grad_y))
+        for inputs in ((few_x, few_residual), (x[:rows], few_residual)):
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            found += torch.autograd.grad(ADD_OPS[op](*inputs, **options), wanted, (few_grad_y, few_grad_z))
+        return found
+
+    many = gradients(rows)
+    assert all(gradient.isfinite().all() and gradient.any(-1).all() for gradient in many)
+    for fewer in (1, 5, 60):
+        for few, all_rows in zip(gradients(min(fewer, rows)), many, strict=True):
+            assert same_bits(few, all_rows[:fewer]), fewer
+
+
 @on_devices("case", FEW_ADDS)
 def test_add_each_input_alone_requires_grad(device, case):
     """each input alone requiring grad: the same gradient"""

@@ -82,7 +82,7 @@ def test_a_hundred_runs(device, op, dtype):
 
 @ON_KERNELS
 @on_devices("op,dtype,hidden_size", [
-    (op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (1, 64, 769, 1024, 4096)
+    (op, dtype, n) for op in OPS for dtype in (bf16, fp32) for n in (1, 64, 769, 1024, 4096, 8192, 8193, 12288, 16384)
 ])  # fmt: skip
 def test_a_row_anywhere_in_any_batch(device, op, dtype, hidden_size):
     """a row alone, and at the start, in the middle and at the end of batches up to 100,000: the same bits"""
