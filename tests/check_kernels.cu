@@ -3,11 +3,12 @@
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Icsrc -c csrc/cuda/FILE.cu -o build/FILE.o   (each file)
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Icsrc tests/check_kernels.cu build/*.o -o build/check_kernels
-//   build/check_kernels [-v] [--time] [TEXT]
+//   build/check_kernels [-v] [--from N] [--time] [TEXT]
 //
-// TEXT: only cases whose name contains it; -v: one line for each case. --time: no checks, but times as CSV (the end of
-// this file), of the cells whose name contains TEXT. Exits with 1 on a failure (one line each, up to
-// 200) and with 2 on a CUDA error. For the CPU kernels: -DFLN_CHECK_CPU -Xcompiler -fopenmp, and their object.
+// TEXT: only cases whose name contains it; -v: one line for each case. --from: from the Nth case on, which a run says
+// that SIGINT stopped. --time: no checks, but times as CSV (the end of this file), of the cells whose name contains
+// TEXT. Exits with 1 on a failure (one line each, up to 200) and with 2 on a CUDA error. For the CPU kernels:
+// -DFLN_CHECK_CPU -Xcompiler -fopenmp, and their object.
 //
 // Every case runs forward, then backward from forward's own results, with all memory poisoned by 0xff bytes (NaN), and
 // checks the results, the 64 bytes behind each result and behind the workspace, and that the first rows get the same
@@ -20,6 +21,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -1185,13 +1187,19 @@ void time_all(const std::string& only) {
 }
 #endif
 
+volatile std::sig_atomic_t is_stopped = 0;
+
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 12);  // a run that is stopped has written its failures
+  std::signal(SIGINT, [](int) { is_stopped = 1; });
   std::string only;
   bool times = false;
+  size_t from = 0;
   for (int i = 1; i < argc; ++i) {
     if (std::string(argv[i]) == "-v")
       verbose = true;
+    else if (std::string(argv[i]) == "--from" && i + 1 < argc)
+      from = std::strtoul(argv[++i], nullptr, 10);
     else if (std::string(argv[i]) == "--time")
       times = true;
     else
@@ -1317,11 +1325,13 @@ int main(int argc, char** argv) {
     }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
-  for (const Case& c : cases) {
-    if (!only.empty() && c.name.find(only) == std::string::npos) continue;
-    run(c);
+  size_t at = from;
+  for (; at < cases.size() && !is_stopped; ++at) {
+    if (!only.empty() && cases[at].name.find(only) == std::string::npos) continue;
+    run(cases[at]);
     ++count;
   }
+  if (at < cases.size()) std::printf("stopped before case %zu of %zu\n", at, cases.size());
   if (only.empty()) check_mask();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   std::printf("%d cases, %d failures, %.1f s\n", count, failures, seconds);
