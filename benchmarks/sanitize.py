@@ -41,11 +41,15 @@ FEW, MANY, MANY_ELEMENTS = 3, 60_000, 5 << 20
 SPECIALIZED = {"": "16 bits", "scalar_t, float": "16 bits", "float": "fp32", "float, float": "fp32", "double": "fp64"}
 
 
+def whole_card():
+    """The most blocks that share a row: kWholeCard of csrc/cuda/launch_plan.h."""
+    text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
+    return int(re.search(r"constexpr int kWholeCard = (\d+);", text).group(1))
+
+
 def ladders():
     """[(kind of x, [(text of a plan, elements that a block holds, blocks that share a row at most)])], in order."""
-    text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text()
-    (whole_card,) = re.findall(r"constexpr int kWholeCard = (\d+);", text)
-    text = text.replace("kWholeCard", whole_card)
+    text = (ROOT / "csrc" / "cuda" / "launch_plan.h").read_text().replace("kWholeCard", str(whole_card()))
     found = []
     for of, body in re.findall(r"struct \w+Ladder(?:<([^>]*)>)? \{\s*using type\s*=\s*Ladder<(.*?)>;", text, re.DOTALL):
         plans = []
@@ -324,7 +328,7 @@ def list_calls(light=False):
                               draw.random() < 0.5))  # fmt: skip
     norms = (fused_layer_norm, fused_rms_norm, fused_add_layer_norm, fused_add_rms_norm)
     for dtype, hidden_size, norm in itertools.product(
-        (half, brain, single), (128, 256, 1536, 2560, 4096, 6144, 12288, 14336, 16384, 32768), norms
+        (half, brain, single), (32, 64, 128, 256, 1536, 2560, 4096, 6144, 12288, 14336, 16384, 32768), norms
     ):
         for rows in {FEW, 8 * few_rows_vectors(light) // hidden_size + 37}:
             calls.append((usual, rows, hidden_size, dtype, norm))
@@ -335,6 +339,19 @@ def list_calls(light=False):
             if hidden_size <= 1 << 16:
                 rows = draw.choice(rows_for(hidden_size) if light else (FEW, 37, 600))
                 calls.append((sandwich, rows, hidden_size, dtype, z))
+    # Many narrow rows, two vectors a thread; rows that not even the whole card holds; long rows without bias
+    for (dtype, z), hidden_size in itertools.product(() if light else mixes, (32, 64)):
+        rows = 8 * few_rows_vectors(light) // hidden_size
+        add_call(rows, hidden_size, dtype, z, z, 0.1)
+        calls.append((modulated, 4, rows // 4, hidden_size, dtype, z, True, dtype))
+        for first in (True, False) if dtype == z else ():
+            calls.append((gated_norm, rows, hidden_size, dtype, dtype, dtype, fused_gated_rms_norm, 0,
+                          {"activation": "silu", "norm_before_gate": first}))  # fmt: skip
+    pairs = ((half, half), (half, single), (brain, brain), (brain, single), (single, single))
+    for (dtype, of), rows in itertools.product(() if light else pairs, (1, FEW)):
+        calls.append((plain, rows, whole_card() * 32768 // dtype.itemsize + 8, dtype, of, fused_layer_norm, 0, {}))
+    if not light:
+        calls.append((plain, FEW, 1 << 18, single, single, fused_rms_norm, 0, {}))
     draw.shuffle(calls)
     if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
         calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))

@@ -329,7 +329,7 @@ def test_a_row_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
 @on_devices("op,dtype,hidden_size", [(op, dtype, n) for op in ADD_OPS for dtype in (fp16, bf16, fp32)
                                       for n in (64, 768, 2560, 4096, 8192, 8193, 12288, 16384)])  # fmt: skip
 def test_gradients_of_a_row_do_not_depend_on_the_batch(device, op, dtype, hidden_size):
-    """gradients of x and of residual, which few rows compute in one launch of blocks of rows and of columns, and many in
+    """gradients of x and of residual, for which few rows take one launch of blocks of rows and of columns, many rows
     persistent blocks and clusters: the same bits"""
     rows = (CPU_ELEMENTS if device == "cpu" else 5 * 2**20) // hidden_size
     generator = torch.Generator().manual_seed(0)
