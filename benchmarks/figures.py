@@ -165,13 +165,10 @@ def huge_rows(record):
 
 
 def small_rows(record):
-    for rows, n in shapes(record, lambda result: result["direction"] == "step"):
-        shape = {"rows": rows, "hidden_size": n, "dtype": "fp32"}
-        on_gpu = [cell(record["results"], OURS_AND_TORCH, us(1), **shape, op=op, direction=direction)
-                  for op in ("layer_norm", "rms_norm") for direction in ("forward", "backward")]  # fmt: skip
-        wall = [cell(record["results"], OURS_AND_TORCH[:2], us(0), **shape, op="layer_norm", direction=direction)
-                for direction in ("call_no_grad", "step")]  # fmt: skip
-        yield [f"{rows} x {n}", *on_gpu, *wall]
+    for rows, n in sorted(shapes(record, lambda _: True)):
+        shape = {"rows": rows, "hidden_size": n, "direction": "backward"}
+        yield [f"{rows} x {n}", *(cell(record["results"], OURS_AND_TORCH, us(1), **shape, op=op, dtype=dtype)
+                                  for dtype in dtypes_of(record) for op in ("layer_norm", "rms_norm"))]  # fmt: skip
 
 
 def fusion_rows(record):
@@ -329,7 +326,7 @@ TABLES = (
     ("benchmarks/records.md", "| hidden size | forward bf16", "h200/*/peers_*.json", peers, peer_rows),
     ("benchmarks/records.md", "| hidden size | bf16 forward", "h200/*/peers_*.json", peers, sweep_rows),
     ("benchmarks/records.md", "| rows x hidden size | bf16 forward", "h200/*/peers_*.json", peers, huge_rows),
-    ("benchmarks/records.md", "| rows x hidden size | LayerNorm forward", "benchmark_*.json", newest, small_rows),
+    ("benchmarks/records.md", "| rows x columns | LayerNorm bf16", "small_backward_*.json", newest, small_rows),
     ("docs/install.md", "| architectures |", "build*.json", read, build_rows),
     ("docs/fusions.md", "| | forward | of the copy", "fusions_*.json", newest, fusion_rows),
     ("docs/fusions.md", "| columns | forward, us |", "gated_*.json", newest, gated_rows),
