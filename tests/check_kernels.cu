@@ -1299,8 +1299,8 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {int64_t{1}, 4000000 / n})
           if (++turn % 5 == 0) add_case(cases, types, feature, n, rows, turn % 2);
     }
-  // Backward by the fused strategy, which takes the plain norm where the problem is not small (small_problem() of
-  // launch_plan.h): sizes that do not fill a plan, so that warps have unequal parts of a row
+  // Backward by the fused strategy, which takes the plain norm and a residual where the problem is not small
+  // (small_problem() of launch_plan.h): sizes that do not fill a plan, so that warps have unequal parts of a row
   const Feature fused[] = {
       kFeatures[0],
       {"residual", [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true; }},
@@ -1318,9 +1318,10 @@ int main(int argc, char** argv) {
     for (const NamedTypes& types : kTypes) {
       if (types.t.x == DType::kFloat64) continue;
       for (const Feature& feature : fused) {
-        const int64_t elements = &feature == fused ? 1 << 22 : 1 << 20;
-        if (++turn % 7 == 0)
-          add_case(cases, types, feature, n, std::clamp<int64_t>(1030, n < 800 ? 1030 : 0, elements / n + 9), turn % 2);
+        const bool may_be_small = &feature < fused + 2;
+        const int64_t rows = may_be_small ? std::min<int64_t>(2060, 5300000 / (n + 512) + 9)
+                                          : std::clamp<int64_t>(1030, n < 800 ? 1030 : 0, (1 << 20) / n + 9);
+        if (++turn % 7 == 0) add_case(cases, types, feature, n, rows, turn % 2);
       }
     }
   const auto start = std::chrono::steady_clock::now();

@@ -542,19 +542,21 @@ constexpr int64_t most_deep_slot_bytes(bool memory_decides) {
 // reads x and grad_output twice, so it is for rows that the fused strategy cannot hold, and for small problems, where
 // it saves the second launch.
 struct SmallProblem {
-  int64_t rows, elements;  // at most
-  bool has(int64_t of_rows, int64_t hidden_size) const { return of_rows <= rows && of_rows * hidden_size <= elements; }
+  int64_t rows, elements;  // at most; a row counts as 512 elements more than it has
+  bool has(int64_t of_rows, int64_t hidden_size) const {
+    return of_rows <= rows && of_rows * (hidden_size + 512) <= elements;
+  }
 };
-// H200, us by split and fused: bf16 1024 x 1024 6.7 and 8.1, 256 x 8192 7.8 and 11.5, 512 x 8192 12.6 and 13.9, but
-// 1024 x 3072 10.8 and 10.1; fp32 256 x 8192 11.3 and 14.2, 768 x 3072 14.0 and 12.5. Ragged: bf16 384 x 769 6.2 and
-// 8.1, 256 x 8193 17.1 and 22.8, but 384 x 4097 21.6 and 19.2; fp32 256 x 769 7.6 and 8.8, 384 x 769 13.3 and 9.4. A
-// residual, bf16: 256 x 1024 3.9 and 6.5, 512 x 4096 8.2 and 10.3, 1024 x 4096 14.7 and 13.3.
+// H200, us by split and fused: bf16 2048 x 2048 9.7 and 10.3, 1024 x 4096 10.0 and 13.5, but 1536 x 3072 13.3 and 11.0,
+// 4096 x 256 7.2 and 6.7; fp32 512 x 4096 8.1 and 10.9, but 1536 x 1152 10.0 and 8.5. With a residual bf16 2048 x 1536
+// 9.9 and 10.2, but 512 x 8192 15.9 and 14.1. Ragged: bf16 1024 x 769 7.5 and 9.1, 512 x 4097 15.7 and 17.4, but
+// 1536 x 769 10.6 and 9.1; fp32 128 x 4097 7.9 and 11.9, but 768 x 769 10.7 and 9.6.
 template <typename scalar_t, typename Plan>
 constexpr SmallProblem small_problem(bool has_residual) {
   constexpr bool kIsWide = sizeof(scalar_t) > 2;
   if (kForRacecheck) return {8, int64_t{1} << 20};
-  if (kReadsElements<Plan>) return {kIsWide || Plan::kVecs <= 8 ? 512 : 256, (kIsWide ? 264 : 2560) * int64_t{1024}};
-  return {1024, (kIsWide ? 2 : 4) * int64_t{1048576} / (has_residual ? 2 : 1)};
+  if (kReadsElements<Plan>) return {kIsWide || Plan::kVecs <= 8 ? 1024 : 512, (kIsWide ? 800 : 2560) * int64_t{1024}};
+  return {2048, (kIsWide ? 2304 : has_residual ? 4096 : 5120) * int64_t{1024}};
 }
 
 // Threads of a block; with 512 a thread has no registers for 32 vectors. One block replaces a cluster that has no more
@@ -571,15 +573,18 @@ constexpr int kSplitBlocksPerSm = std::max((vecs > 8   ? 256
                                                block,
                                            1);
 
-// The vectors of columns that a block of the split strategy has (column_lanes()): with fewer, a thread has fewer rows,
-// but there are more blocks, which read less than a 128-byte line of a row. A thread has more than kRowsOfFullCard rows
-// if there is a block for every SM, and proportionally fewer rows if there are fewer blocks. H200, bf16, us by 32, 8, 4
-// and 2: 1 x 1024 2.7 (by 256 4.3); 256 x 1024 5.2, 4.2, 4.0 from 8 on; 1024 x 1024 9.7, 8.7, 6.7; 128 x 4096 4.1, 4.6;
-// 512 x 4096 9.2, 7.7, 8.8; 256 x 8192 7.8, 8.2, 10.4.
-constexpr int kMostColumnLanes = 32;
-template <typename Plan>
-constexpr int kLeastColumnLanes = kReadsElements<Plan> ? 8 : 2;
-constexpr int kRowsOfFullCard = 5;
+// The vectors of columns that a block of the split strategy has (column_lanes()): at most as many as leave each thread
+// one sum at the end, at least as many as leave no sum to more than a warp. With fewer, a thread has fewer rows, but
+// there are more blocks, which read less than a 128-byte line of a row. A thread has more than kRowsOfFullCard rows if
+// there is a block for every SM, and proportionally fewer rows if there are fewer blocks. H200, bf16, us by 32, 16, 4,
+// 2 and 1: 1 x 1024 1.8, 1.7, 1.8; 1024 x 256 6.0, 5.6, 4.7, 3.7, 3.4; 1024 x 1024 6.7, 6.4, 5.3, 4.5, 5.2; 128 x
+// 4096 4.6, 3.1, 3.6, 5.2, 6.2; 1024 x 4096 11.2, 11.0, 10.0, 11.8, 15.7.
+template <int vec, int block>
+constexpr int kMostColumnLanes = std::min(32, block / (2 * vec));
+template <int vec, int block>
+constexpr int kLeastColumnLanes = std::max(vec <= 2 ? 4 : 1, block / (2 * vec) / 32);
+constexpr int kRowsOfFullCard = 10;
+constexpr int kColumnRowsAtOnce = 3;      // that a thread loads; four spill. Two: 0 to 8% slower
 constexpr int kColumnBlocks = 1024;       // rows are split over this many column blocks
 constexpr int kColumnRowsPerThread = 16;  // unless a thread would get fewer rows than this
 

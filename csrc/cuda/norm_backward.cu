@@ -10,6 +10,8 @@
 // launch with blocks of rows, for grad_input, and blocks of columns, for the weight gradients. Both strategies take the
 // same steps per row in the same order with pinned rounding, so grad_input has the same bits. Partial sums are added in
 // a fixed order: no atomics, no dependence on timing.
+#include <climits>
+
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "kernel_params.h"
@@ -22,49 +24,41 @@ namespace fused_layernorm {
 namespace {
 
 // A launch of the split strategy: workspace size, grid and kernel arguments are derived from it. The number of threads
-// is a run-time value, so that plans with the same number of vectors a thread share a kernel.
+// is a run-time value, so that plans with the same number of vectors a thread share a kernel. What the host can compute
+// is here: few rows wait for every instruction (benchmarks/tuning.md, "Backward of small problems").
 struct SplitLaunch {
-  int threads;         // for a slice of a row: the plan's
-  int row_threads;     // for a row
-  int inverse_of_row;  // for split_quotient()
-  int inverse_of_slice;
-  int rows;            // per block
-  int lanes;           // of a warp, that share a row
-  int warp_slice;      // vectors of a warp, adjacent; of a row's threads where they are less
-  int cluster;         // slices of a row, all in one block: one for each block of the fused strategy's cluster
-  int slice;           // columns per slice
-  int64_t row_blocks;  // blocks of rows
-  int blocks;          // all blocks of columns
-  int column_lanes;    // adjacent threads along a row, in a block of columns
-  int column_tiles;    // blocks of columns along a row
-  int column_splits;   // blocks of columns along the rows, each for split_rows rows
+  int threads;           // for a slice of a row: the plan's
+  int row_threads;       // for a row
+  int inverse_of_row;    // for split_quotient()
+  int inverse_of_slice;  // likewise
+  int rows;              // per block
+  int lanes;             // of a warp, that share a row
+  int warp_columns;      // of a warp, adjacent; of a row's threads where they are less
+  int last_warp;         // its first thread in a slice, from which on threads take what is left of the slice
+  int slice;             // columns of a slice. All slices of a row, one for each block of the fused strategy's cluster,
+                         // are in one block
+  int last_tile;         // the first column of a row's last tile, where the registers of its threads do not hold it
+  int64_t row_blocks;    // blocks of rows
+  int blocks;            // all blocks of columns
+  int column_lane_bits;  // log2 of the number of adjacent threads along a row, in a block of columns
+  int column_part_bits;  // log2 of the number of threads that add up one sum at the end
+  int column_tiles;      // blocks of columns along a row
+  int column_splits;     // blocks of columns along the rows, each for split_rows rows
   int64_t split_rows;
+  bool has_even_rows;             // of all tensors, so that a thread steps from row to row in 32 bits
   int partials;                   // partial sums of the weight gradients; 0: the gradients are written directly
   void* grad_input;               // or the gradient of the residual, which is the same
   const void* grad_residual_out;  // as in GradStages
   RowStrides grad_residual_out_strides;
 };
 
-// ---- split ---------------------------------------------------------------------------------------------------------
+// Scalars of a launch in the precision of the sums.
+template <typename acc_t>
+struct SplitScalars {
+  acc_t inverse_n, weight_offset;  // weight_offset: 1 without weight
+};
 
-// Loads a vector of weights of type T into the first words of `raw`; ones without weight.
-template <typename T, int kVec, typename Raw>
-__device__ __forceinline__ void load_raw_weight(Raw& raw, const KernelBackwardParams& params, int64_t col, int count) {
-  RawVec<T, kVec> found = one_vec<T, kVec>();
-  if (params.weight) found = load_some<T, kVec, true>(static_cast<const T*>(params.weight) + col, count);
-  memcpy(&raw, &found, sizeof(found));
-}
-template <typename T, int kVec, typename Raw, typename acc_t>
-__device__ __forceinline__ void unpack_weight(acc_t (&weight)[kVec], const Raw& raw,
-                                              const KernelBackwardParams& params) {
-  RawVec<T, kVec> found;
-  memcpy(&found, &raw, sizeof(found));
-  unpack(found, weight);
-  if (params.weight && params.weight_offset != 0) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) weight[i] += static_cast<acc_t>(params.weight_offset);
-  }
-}
+// ---- split ---------------------------------------------------------------------------------------------------------
 
 // thread / threads, both up to 512, by a multiplication: a division is 20 instructions.
 constexpr int split_inverse(int threads) { return ((1 << 20) + threads - 1) / threads; }
@@ -76,13 +70,15 @@ __device__ __forceinline__ int split_quotient(int thread, int inverse) {
 template <typename T>
 __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch, const SplitLaunch& launch, int rank,
                                                  int group) {
+  if (launch.row_threads > 32) {
+    const int warps = launch.row_threads / 32;
+    scratch += group * warps;
+    share_in_row(value, scratch, group, rank / 32, launch.row_threads);
+    return sum_of_warps(scratch, warps);
+  }
   if (launch.row_threads == 32) return row_sum<RowThreads<32>>(value, scratch);
   if (launch.row_threads == 16) return row_sum<RowThreads<16>>(value, scratch);
-  if (launch.row_threads == 8) return row_sum<RowThreads<8>>(value, scratch);
-  const int warps = launch.row_threads / 32;
-  scratch += group * warps;
-  share_in_row(value, scratch, group, rank / 32, launch.row_threads);
-  return sum_of_warps(scratch, warps);
+  return row_sum<RowThreads<8>>(value, scratch);
 }
 
 // grad_input of one row, tile by tile if the registers do not hold it. Where the fused kernel shares the row in a
@@ -90,71 +86,89 @@ __device__ __forceinline__ Pair<T> split_row_sum(Pair<T> value, Pair<T>* scratch
 // of the block.
 template <typename scalar_t, int kVecs, int kVec, bool kAdds>
 __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& params, int64_t row,
-                                                const SplitLaunch& launch, acc_type<scalar_t> inverse_n,
+                                                const SplitLaunch& launch, SplitScalars<acc_type<scalar_t>> scalars,
                                                 Pair<acc_type<scalar_t>>* scratch, int rank, int group) {
   using acc_t = acc_type<scalar_t>;
-  const int lanes = launch.lanes, step = lanes * kVec, tile_columns = launch.threads * kVec * kVecs;
-  const int of_slice = launch.cluster > 1 ? split_quotient(rank, launch.inverse_of_slice) : 0;
-  const int64_t first_col = static_cast<int64_t>(of_slice) * launch.slice;
-  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row) + first_col;
+  // The columns of this thread: `first`, and one for each `step`, less than `end`
+  const int step = launch.lanes * kVec, tile_columns = launch.threads * kVec * kVecs;
+  const int of_slice = split_quotient(rank, launch.inverse_of_slice);
+  const int of_lanes = rank - of_slice * launch.threads;
+  const int hidden_size = static_cast<int>(params.hidden_size);
+  const int slice_end = min((of_slice + 1) * launch.slice, hidden_size);
+  const int warp_first = of_slice * launch.slice + of_lanes / 32 * launch.warp_columns;
+  const int first = warp_first + (of_lanes & (launch.lanes - 1)) * kVec;
+  const int end = of_lanes >= launch.last_warp ? slice_end : min(warp_first + launch.warp_columns, slice_end);
+
+  const auto offset = [&](const RowStrides& strides) {
+    return launch.has_even_rows ? row * strides.row_stride : strides.offset(row);
+  };
+  const scalar_t* x_row = static_cast<const scalar_t*>(params.x) + offset(params.x_strides) + first;
   const scalar_t* grad_row =
-      static_cast<const scalar_t*>(params.grad_output) + params.grad_output_strides.offset(row) + first_col;
-  const int of_lanes = rank - of_slice * launch.threads, lane = of_lanes & (lanes - 1);
-  const int warp = of_lanes / 32, first = warp * launch.warp_slice * kVec, own = first + lane * kVec;
-  const int elements = min(launch.slice, static_cast<int>(params.hidden_size - first_col));  // may be <= 0
-  const int last_tile =
-      launch.cluster > 1 || elements <= tile_columns ? 0 : (elements - 1) / tile_columns * tile_columns;
-  // Where the columns of this warp end. In rows of several tiles its part of a tile is all that its registers hold
-  const int end =
-      32 * (warp + 1) >= launch.threads || last_tile > 0 ? elements : min(elements, first + launch.warp_slice * kVec);
+      static_cast<const scalar_t*>(params.grad_output) + offset(params.grad_output_strides) + first;
   const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
 
-  // weight is loaded together with x if registers allow it: of x's type, or fp32 beside 16-bit x, which takes twice as
-  // many
-  constexpr bool kKeepsNarrow = kVec * sizeof(scalar_t) >= 16 && kVecs * kVec * sizeof(scalar_t) <= 64;
-  constexpr bool kKeepsWide = kKeepsNarrow && sizeof(scalar_t) == 2 && kVecs * kVec <= (kAdds ? 8 : 16);
-  const bool is_wide = sizeof(scalar_t) == 2 && params.weight_dtype == DType::kFloat32;
-  RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs];
-  RawVec<std::conditional_t<kKeepsWide, float, scalar_t>, kVec> weight_raw[kKeepsNarrow ? kVecs : 1];
+  // weight is loaded together with x if registers allow it: widened, or as it is
+  constexpr bool kIsHalf = sizeof(scalar_t) == 2;
+  constexpr bool kKeepsValues = kVec * sizeof(scalar_t) >= 16 && kVecs * kVec <= (kIsHalf && kAdds ? 8 : 16);
+  constexpr bool kKeepsRaw = kVec * sizeof(scalar_t) >= 16 && kVecs * kVec * sizeof(scalar_t) <= 64 && !kKeepsValues;
+  const bool is_wide = kIsHalf && params.weight_dtype == DType::kFloat32;
+  const int weight_end = params.weight ? end : 0;
+  RawVec<scalar_t, kVec> x_raw[kVecs], grad_raw[kVecs], weight_raw[kKeepsRaw ? kVecs : 1];
+  acc_t kept_weight[kKeepsValues ? kVecs : 1][kVec];
+  const auto load_weight_as = [&](auto* weight, int col) {
+    using weight_t = std::remove_const_t<std::remove_pointer_t<decltype(weight)>>;
+    return load_some<weight_t, kVec, true>(weight + col, weight_end - col);
+  };
+  const auto load_narrow = [&](int col) { return load_weight_as(static_cast<const scalar_t*>(params.weight), col); };
+  const auto load_wide = [&](int col) { return load_weight_as(static_cast<const float*>(params.weight), col); };
   const auto load = [&](int tile) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * step + own;
-      x_raw[v] = load_some<scalar_t, kVec, true>(x_row + col, end - col);
-      grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + col, end - col);
-      if (is_wide) {
-        if constexpr (kKeepsWide) load_raw_weight<float, kVec>(weight_raw[v], params, first_col + col, end - col);
-      } else if constexpr (kKeepsNarrow) {
-        load_raw_weight<scalar_t, kVec>(weight_raw[v], params, first_col + col, end - col);
-      }
+      const int at = tile + v * step;
+      x_raw[v] = load_some<scalar_t, kVec, true>(x_row + at, end - first - at);
+      grad_raw[v] = load_some<scalar_t, kVec, true>(grad_row + at, end - first - at);
+      if constexpr (kKeepsRaw)
+        if (!is_wide) weight_raw[v] = load_narrow(first + at);
+    }
+    if constexpr (kKeepsValues) {
+      const auto keep = [&](auto&& load_raw) {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) unpack(load_raw(first + tile + v * step), kept_weight[v]);
+      };
+      if (is_wide)
+        keep(load_wide);
+      else
+        keep(load_narrow);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) kept_weight[v][i] += scalars.weight_offset;
     }
   };
   const auto weight_of = [&](acc_t(&weight)[kVec], int v, int col) {
-    if (is_wide) {
-      if constexpr (kKeepsWide) {
-        unpack_weight<float>(weight, weight_raw[v], params);
-      } else if constexpr (kVec >= 4) {
-        RawVec<float, kVec> raw;
-        load_raw_weight<float, kVec>(raw, params, first_col + col, end - col);
-        unpack_weight<float>(weight, raw, params);
-      } else {
-        load_weight<float, true>(weight, params, first_col + col, end - col);
-      }
-    } else {
-      if constexpr (kKeepsNarrow)
-        unpack_weight<scalar_t>(weight, weight_raw[v], params);
-      else
-        load_weight<scalar_t, true>(weight, params, first_col + col, end - col);
+    if constexpr (kKeepsValues) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) weight[i] = kept_weight[v][i];
+      return;
     }
+    if (is_wide) {
+      unpack(load_wide(col), weight);
+    } else if constexpr (kKeepsRaw) {
+      unpack(weight_raw[v], weight);
+    } else {
+      unpack(load_narrow(col), weight);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) weight[i] += scalars.weight_offset;
   };
   Pair<acc_t> sums{0, 0};
   acc_t x[kVec], grad[kVec], weight[kVec];
 #pragma unroll 1
-  for (int tile = 0; tile <= last_tile; tile += tile_columns) {
+  for (int tile = 0; tile <= launch.last_tile; tile += tile_columns) {
     load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * step + own;
+      const int col = first + tile + v * step;
       if (col >= end) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
@@ -166,27 +180,27 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
   constexpr bool kAddsEarly = kAdds && (sizeof(scalar_t) == 4 || kVecs == 1);
   RawVec<scalar_t, kVec> residual_grad[kAddsEarly ? kVecs : 1];
   const int residual_end = kAdds && launch.grad_residual_out ? end : 0;
-  const scalar_t* residual_grad_row = static_cast<const scalar_t*>(launch.grad_residual_out) + first_col +
-                                      (residual_end ? launch.grad_residual_out_strides.offset(row) : 0);
+  const scalar_t* residual_grad_row = static_cast<const scalar_t*>(launch.grad_residual_out) +
+                                      (residual_end ? offset(launch.grad_residual_out_strides) : 0);
   const auto load_residual_grad = [&](int col) {
     return load_some<scalar_t, kVec, true>(residual_grad_row + col, residual_end - col);
   };
   if constexpr (kAddsEarly) {
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) residual_grad[v] = load_residual_grad(last_tile + v * step + own);
+    for (int v = 0; v < kVecs; ++v) residual_grad[v] = load_residual_grad(first + launch.last_tile + v * step);
   }
   sums = split_row_sum(sums, scratch, launch, rank, group);
-  const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, inverse_n);
+  const Pair<acc_t> row_terms = slope_and_level(sums, stats, params, scalars.inverse_n);
 
   optimization_barrier(x_raw);
   optimization_barrier(grad_raw);
-  const int64_t result_row = row * params.hidden_size + first_col;
+  scalar_t* const result_row = static_cast<scalar_t*>(launch.grad_input) + row * params.hidden_size;
 #pragma unroll 1
-  for (int tile = last_tile; tile >= 0; tile -= tile_columns) {  // last tile first: it is still in registers
-    if (tile != last_tile) load(tile);
+  for (int tile = launch.last_tile; tile >= 0; tile -= tile_columns) {  // last tile first: it is still in registers
+    if (tile != launch.last_tile) load(tile);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int col = tile + v * step + own;
+      const int col = first + tile + v * step;
       if (col >= end) continue;
       unpack(x_raw[v], x);
       unpack(grad_raw[v], grad);
@@ -194,76 +208,102 @@ __device__ __forceinline__ void backward_of_row(const KernelBackwardParams& para
       acc_t values[kVec];
       grad_input_of(values, stats, row_terms, x, grad, weight);
       if constexpr (kAdds) {
-        unpack(kAddsEarly && tile == last_tile ? residual_grad[kAddsEarly ? v : 0] : load_residual_grad(col), x);
+        unpack(kAddsEarly && tile == launch.last_tile ? residual_grad[kAddsEarly ? v : 0] : load_residual_grad(col), x);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] = add(values[i], x[i]);
       }
-      store_some(static_cast<scalar_t*>(launch.grad_input) + result_row + col, values, end - col);
+      store_some(result_row + col, values, end - col);
     }
   }
 }
 
-// The weight gradients of `column_lanes` vectors of columns over some of the rows. column_lanes threads (a power of
-// two) are adjacent along a row, and kBlock / column_lanes along the rows; the latter are reduced through `scratch`,
-// 2*kBlock*kVec sums.
+// Sums in shared memory, of a block of columns: [row_lanes][kColumnPadding + 2 * columns]. Threads that read
+// neighbouring rows of it, and those that write vectors, use different banks.
+constexpr int kColumnPadding = 4;
+
+// The weight gradients of 2^column_lane_bits vectors of columns over some of the rows. As many threads are adjacent
+// along a row; the others of the block are adjacent along the rows. Their sums are added in a fixed order.
 template <typename scalar_t, int kVec, int kBlock>
 __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& params, const SplitLaunch& launch,
                                                     acc_type<scalar_t>* scratch) {
   using acc_t = acc_type<scalar_t>;
-  const int lanes = launch.column_lanes, splits = launch.column_splits, thread = static_cast<int>(threadIdx.x);
-  const int split = splits > 1 ? static_cast<int>(blockIdx.x) / launch.column_tiles : 0;
+  const int lane_bits = launch.column_lane_bits, lanes = 1 << lane_bits, thread = static_cast<int>(threadIdx.x);
+  const int split = launch.column_splits > 1 ? static_cast<int>(blockIdx.x) / launch.column_tiles : 0;
   const int tile = static_cast<int>(blockIdx.x) - split * launch.column_tiles;
-  const int lane_bits = __ffs(lanes) - 1;  // no divisions before the loads
   const int lane = thread & (lanes - 1), row_lane = thread >> lane_bits, row_lanes = kBlock >> lane_bits;
-  const int64_t col = (static_cast<int64_t>(tile) * lanes + lane) * kVec;
-  const int count = static_cast<int>(max(min(params.hidden_size - col, int64_t{kVec}), int64_t{0}));
+  const int columns = lanes * kVec;
+  const int64_t first_column = int64_t{tile} * columns, col = first_column + lane * kVec;
+  const int count = static_cast<int>(min(params.hidden_size - col, int64_t{kVec}));
   const int64_t first_row = split * launch.split_rows;
-  const int64_t end_row = min(first_row + launch.split_rows, params.rows);
+  const int rows = static_cast<int>(min(launch.split_rows, params.rows - first_row));
 
   acc_t grad_weight[kVec] = {}, grad_bias[kVec] = {};
-  if (count > 0) {
-    const scalar_t* x_column = static_cast<const scalar_t*>(params.x) + col;
-    const scalar_t* grad_column = static_cast<const scalar_t*>(params.grad_output) + col;
-#pragma unroll 4
-    for (int64_t row = first_row + row_lane; row < end_row; row += row_lanes) {
-      const scalar_t* x_at = x_column + params.x_strides.offset(row);
-      const scalar_t* grad_at = grad_column + params.grad_output_strides.offset(row);
-      const RowStats<scalar_t> stats(load_stats<scalar_t, true>(params, row), params);
-      acc_t x[kVec], grad[kVec];
-      unpack(load_some<scalar_t, kVec, true>(x_at, count), x);
-      unpack(load_some<scalar_t, kVec, true>(grad_at, count), grad);
-      add_to_columns(grad_weight, grad_bias, stats, x, grad);
+  const scalar_t* x_column = static_cast<const scalar_t*>(params.x) + col;
+  const scalar_t* grad_column = static_cast<const scalar_t*>(params.grad_output) + col;
+  // Adds up to kAtOnce rows of this thread, from the row-th of the block on, which is at x_at and grad_at
+  const auto add_rows = [&](auto at_once, int row, const scalar_t* x_at, int x_step, const scalar_t* grad_at,
+                            int grad_step) {
+    constexpr int kAtOnce = decltype(at_once)::value;
+    RawVec<scalar_t, kVec> x_raw[kAtOnce], grad_raw[kAtOnce];
+    SavedStats<acc_t> saved[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i > 0 && row + i * row_lanes >= rows) break;
+      x_raw[i] = load_some<scalar_t, kVec, true>(x_at + i * x_step, kVec > 2 ? kVec : count);
+      grad_raw[i] = load_some<scalar_t, kVec, true>(grad_at + i * grad_step, kVec > 2 ? kVec : count);
+      saved[i] = load_stats<scalar_t, true>(params, first_row + row + i * row_lanes);
     }
+    asm volatile("" ::: "memory");  // all loads first
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i > 0 && row + i * row_lanes >= rows) break;
+      acc_t x[kVec], grad[kVec];
+      unpack(x_raw[i], x);
+      unpack(grad_raw[i], grad);
+      add_to_columns(grad_weight, grad_bias, RowStats<scalar_t>(saved[i], params), x, grad);
+    }
+  };
+  const int end = count > 0 ? rows : 0;
+  if (launch.has_even_rows) {
+    constexpr int kAtOnce = kColumnRowsAtOnce;
+    const scalar_t* x_at = x_column + (first_row + row_lane) * params.x_strides.row_stride;
+    const scalar_t* grad_at = grad_column + (first_row + row_lane) * params.grad_output_strides.row_stride;
+    const int x_step = row_lanes * static_cast<int>(params.x_strides.row_stride);
+    const int grad_step = row_lanes * static_cast<int>(params.grad_output_strides.row_stride);
+#pragma unroll 1
+    for (int row = row_lane; row < end; row += kAtOnce * row_lanes) {
+      add_rows(std::integral_constant<int, kAtOnce>(), row, x_at, x_step, grad_at, grad_step);
+      x_at += kAtOnce * x_step;
+      grad_at += kAtOnce * grad_step;
+    }
+  } else {
+#pragma unroll 1
+    for (int row = row_lane; row < end; row += row_lanes)
+      add_rows(std::integral_constant<int, 1>(), row, x_column + params.x_strides.offset(first_row + row), 0,
+               grad_column + params.grad_output_strides.offset(first_row + row), 0);
   }
 
-  // Reduce along the rows: first within a warp, then one thread a column of each gradient, in order
-#pragma unroll
-  for (int i = 0; i < kVec; ++i)
-    for (int offset = lanes; offset < 32; offset *= 2) {
-      grad_weight[i] += __shfl_xor_sync(0xffffffffu, grad_weight[i], offset);
-      grad_bias[i] += __shfl_xor_sync(0xffffffffu, grad_bias[i], offset);
-    }
-  const int columns = lanes * kVec;
-  const int group_bits = max(lane_bits, 5);
-  const int groups = kBlock >> group_bits;
-  if ((thread & ((1 << group_bits) - 1)) < lanes) {
-    acc_t* sums = scratch + (thread >> group_bits) * 2 * columns + lane * kVec;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      sums[i] = grad_weight[i];
-      sums[columns + i] = grad_bias[i];
-    }
+  // Reduce along the rows: `parts` adjacent threads take turns with the sums of a column, then add theirs
+  const int sums = 2 * columns, pitch = sums + kColumnPadding;
+  const int groups = min(rows, row_lanes);
+  if (row_lane < groups) {
+    store_vec(scratch + row_lane * pitch + lane * kVec, grad_weight);
+    store_vec(scratch + row_lane * pitch + columns + lane * kVec, grad_bias);
   }
   __syncthreads();
-  for (int index = threadIdx.x; index < 2 * columns; index += kBlock) {
-    const bool of_weight = index < columns;
-    const int64_t at = static_cast<int64_t>(tile) * columns + (of_weight ? index : index - columns);
-    void* gradient = of_weight ? params.grad_weight : params.grad_bias;
-    if (!gradient || at >= params.hidden_size) continue;
+  const int part_bits = launch.column_part_bits, parts = 1 << part_bits;
+  const int part = thread & (parts - 1);
+#pragma unroll 1
+  for (int index = thread >> part_bits; index < sums; index += kBlock >> part_bits) {
     acc_t sum = 0;
-#pragma unroll 8
-    for (int group = 0; group < groups; ++group) sum += scratch[group * 2 * columns + index];
-    if (splits > 1) {
+#pragma unroll 4
+    for (int group = part; group < groups; group += parts) sum += scratch[group * pitch + index];
+    for (int offset = 1; offset < parts; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    const bool of_weight = index < columns;
+    const int64_t at = first_column + (of_weight ? index : index - columns);
+    void* gradient = of_weight ? params.grad_weight : params.grad_bias;
+    if (part > 0 || !gradient || at >= params.hidden_size) continue;
+    if (launch.column_splits > 1) {
       static_cast<acc_t*>(params.workspace)[(2 * split + !of_weight) * params.hidden_size + at] = sum;
     } else {
       store_gradient(params, gradient, of_weight ? params.grad_weight_dtype : params.grad_bias_dtype, at, sum);
@@ -274,24 +314,24 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
 template <typename scalar_t, int kVecs, int kVec, int kBlock, bool kAdds>
 __global__ void __launch_bounds__(kBlock, kSplitBlocksPerSm<kVecs, kBlock>)
     norm_backward_split_kernel(const __grid_constant__ KernelBackwardParams params,
-                               const __grid_constant__ SplitLaunch launch, acc_type<scalar_t> inverse_n) {
+                               const __grid_constant__ SplitLaunch launch, SplitScalars<acc_type<scalar_t>> scalars) {
   using acc_t = acc_type<scalar_t>;
   __shared__ union {
     Pair<acc_t> rows[kBlock / 32];
-    acc_t columns[2 * kBlock * kVec];
+    alignas(16) acc_t columns[2 * kBlock * kVec + kColumnPadding * kBlock / kLeastColumnLanes<kVec, kBlock>];
   } scratch;
   wait_for_previous_kernel();
 
   // Columns first: they take longest, and blocks of rows fill the gaps
-  const int64_t block = static_cast<int64_t>(blockIdx.x) - launch.blocks;
+  const int block = static_cast<int>(blockIdx.x) - launch.blocks;
   if (block < 0) {
     backward_of_columns<scalar_t, kVec, kBlock>(params, launch, scratch.columns);
   } else {
     const int group = split_quotient(static_cast<int>(threadIdx.x), launch.inverse_of_row);
     const int rank = static_cast<int>(threadIdx.x) - group * launch.row_threads;
-    const int64_t row = block * launch.rows + group;
+    const int64_t row = int64_t{block} * launch.rows + group;
     if (group >= launch.rows || row >= params.rows) return;  // with 96 threads a row some threads have none
-    backward_of_row<scalar_t, kVecs, kVec, kAdds>(params, row, launch, inverse_n, scratch.rows, rank, group);
+    backward_of_row<scalar_t, kVecs, kVec, kAdds>(params, row, launch, scalars, scratch.rows, rank, group);
   }
 }
 
@@ -366,15 +406,16 @@ cudaError_t finalize_weight_gradients(const KernelBackwardParams& params, int pa
 // leave SMs for those of rows.
 template <typename Plan>
 int column_lanes(int64_t vec_count, int64_t rows, int multiprocessors) {
-  const int64_t most_tiles = multiprocessors / (kReadsElements<Plan> ? 2 : 1);
+  constexpr int kThreads = kSplitThreads<Plan>;
   const auto may_halve = [&](int lanes) {
-    const int row_lanes = kSplitThreads<Plan> / lanes;
+    if (lanes == kLeastColumnLanes<Plan::kVec, kThreads>) return false;
+    const int row_lanes = kThreads / lanes;
     const int64_t tiles = (vec_count + lanes / 2 - 1) / (lanes / 2);
-    if (lanes > kMostColumnLanes) return row_lanes < rows || tiles <= most_tiles;
-    return lanes > kLeastColumnLanes<Plan> && row_lanes < rows && tiles <= most_tiles &&
-           rows * most_tiles > kRowsOfFullCard * row_lanes * tiles;
+    const int64_t most_tiles = multiprocessors / (kReadsElements<Plan> || lanes == 2 ? 2 : 1);
+    if (lanes > kMostColumnLanes<Plan::kVec, kThreads>) return row_lanes < rows || tiles <= most_tiles;
+    return row_lanes < rows && tiles <= most_tiles && rows * multiprocessors > kRowsOfFullCard * row_lanes * tiles;
   };
-  int lanes = kSplitThreads<Plan>;
+  int lanes = kThreads;
   while (may_halve(lanes)) lanes /= 2;
   return lanes;
 }
@@ -385,24 +426,38 @@ SplitLaunch split_launch(const KernelBackwardParams& params, const GradStages& s
   const int64_t vec_count = vecs_of<Plan::kVec>(params.hidden_size);
   // As the fused strategy plans it, so that the sums of a row have the same order
   const FusedRowsPlan plan(Plan{}, vec_count, 1, device.max_cluster, limiting_bytes<Plan>(params, stages));
-  launch.cluster = plan.cluster * plan.threads <= kSplitThreads<Plan> ? plan.cluster : 1;
+  const int slices = plan.cluster * plan.threads <= kSplitThreads<Plan> ? plan.cluster : 1;
+  const int tile_columns = plan.threads * Plan::kVec * Plan::kVecs, hidden_size = static_cast<int>(params.hidden_size);
   launch.threads = plan.threads;
   launch.lanes = std::min(plan.threads, 32);
-  launch.warp_slice = plan.warp_slice;
-  launch.row_threads = plan.threads * launch.cluster;
+  launch.warp_columns = plan.warp_slice * Plan::kVec;
+  launch.slice = slices > 1 ? plan.slice * Plan::kVec : hidden_size;
+  if (slices == 1) launch.last_tile = (hidden_size - 1) / tile_columns * tile_columns;
+  // In rows of several tiles a warp's part of a tile is all that its registers hold
+  launch.last_warp = launch.last_tile > 0 ? 0 : (plan.threads - 1) / 32 * 32;
+  launch.row_threads = plan.threads * slices;
   launch.inverse_of_row = split_inverse(launch.row_threads);
   launch.inverse_of_slice = split_inverse(launch.threads);
   launch.rows = kSplitThreads<Plan> / launch.row_threads;
-  launch.slice = launch.cluster > 1 ? plan.slice * Plan::kVec : static_cast<int>(params.hidden_size);
+  if (Plan::kVecs > 2) {  // few of such rows gain from an SM each
+    const int64_t rows_of_sm = (params.rows + device.multiprocessors - 1) / device.multiprocessors;
+    launch.rows = static_cast<int>(std::min<int64_t>(launch.rows, rows_of_sm));
+  }
   launch.grad_residual_out = stages.grad_residual_out;
   launch.grad_residual_out_strides = stages.grad_residual_out_strides;
+  const auto has_even_rows = [&](const RowStrides& strides) {
+    return strides.is_even(params.rows) && strides.row_stride < INT_MAX / (kColumnRowsAtOnce * kSplitThreads<Plan>);
+  };
+  launch.has_even_rows = has_even_rows(params.x_strides) && has_even_rows(params.grad_output_strides) &&
+                         (!stages.grad_residual_out || has_even_rows(stages.grad_residual_out_strides));
   launch.grad_input = params.grad_input ? params.grad_input : stages.grad_residual;
   if (launch.grad_input) launch.row_blocks = (params.rows + launch.rows - 1) / launch.rows;
   if (params.grad_weight || params.grad_bias) {
-    launch.column_lanes = column_lanes<Plan>(vec_count, params.rows, device.multiprocessors);
-    launch.column_tiles = static_cast<int>((vec_count + launch.column_lanes - 1) / launch.column_lanes);
-    const int64_t rows_at_least =
-        static_cast<int64_t>(kSplitThreads<Plan> / launch.column_lanes) * kColumnRowsPerThread;
+    const int lanes = column_lanes<Plan>(vec_count, params.rows, device.multiprocessors);
+    while (1 << launch.column_lane_bits < lanes) ++launch.column_lane_bits;
+    while (2 * Plan::kVec * lanes << launch.column_part_bits < kSplitThreads<Plan>) ++launch.column_part_bits;
+    launch.column_tiles = static_cast<int>((vec_count + lanes - 1) / lanes);
+    const int64_t rows_at_least = static_cast<int64_t>(kSplitThreads<Plan> / lanes) * kColumnRowsPerThread;
     const int64_t splits =
         std::clamp<int64_t>(kColumnBlocks / launch.column_tiles, 1, (params.rows + rows_at_least - 1) / rows_at_least);
     launch.column_splits = static_cast<int>(splits);
@@ -468,8 +523,9 @@ cudaError_t launch_split(const KernelBackwardParams& params, const GradStages& s
                                  dim3(kSplitThreads<Plan>), stream);
     const auto kernel =
         norm_backward_split_kernel<scalar_t, Plan::kVecs, Plan::kVec, kSplitThreads<Plan>, decltype(adds)::value>;
-    const cudaError_t error =
-        cudaLaunchKernelEx(&split.config, kernel, params, launch, inverse_of<acc_t>(params.hidden_size));
+    const SplitScalars<acc_t> scalars{inverse_of<acc_t>(params.hidden_size),
+                                      params.weight ? static_cast<acc_t>(params.weight_offset) : acc_t(1)};
+    const cudaError_t error = cudaLaunchKernelEx(&split.config, kernel, params, launch, scalars);
     if (error != cudaSuccess || launch.partials == 0) return error;
     return finalize_weight_gradients<acc_t>(params, launch.partials, 2, stream);
   });
