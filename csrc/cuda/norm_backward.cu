@@ -232,8 +232,9 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
   const int tile = static_cast<int>(blockIdx.x) - split * launch.column_tiles;
   const int lane = thread & (lanes - 1), row_lane = thread >> lane_bits, row_lanes = kBlock >> lane_bits;
   const int columns = lanes * kVec;
-  const int64_t first_column = int64_t{tile} * columns, col = first_column + lane * kVec;
-  const int count = static_cast<int>(min(params.hidden_size - col, int64_t{kVec}));
+  const unsigned hidden_size = static_cast<unsigned>(params.hidden_size);  // less than 2^31
+  const unsigned first_column = static_cast<unsigned>(tile) * columns, col = first_column + lane * kVec;
+  const int count = static_cast<int>(hidden_size - col);
   const int64_t first_row = split * launch.split_rows;
   const int rows = static_cast<int>(min(launch.split_rows, params.rows - first_row));
 
@@ -300,9 +301,9 @@ __device__ __forceinline__ void backward_of_columns(const KernelBackwardParams& 
     for (int group = part; group < groups; group += parts) sum += scratch[group * pitch + index];
     for (int offset = 1; offset < parts; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     const bool of_weight = index < columns;
-    const int64_t at = first_column + (of_weight ? index : index - columns);
+    const unsigned at = first_column + (of_weight ? index : index - columns);
     void* gradient = of_weight ? params.grad_weight : params.grad_bias;
-    if (part > 0 || !gradient || at >= params.hidden_size) continue;
+    if (part > 0 || !gradient || at >= hidden_size) continue;
     if (launch.column_splits > 1) {
       static_cast<acc_t*>(params.workspace)[(2 * split + !of_weight) * params.hidden_size + at] = sum;
     } else {
