@@ -178,7 +178,7 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
 #pragma unroll
       for (int held = 0; held < kHeld; ++held)
         z[held] = load_vec<scalar_t, kVec>(x + (kColumns > 0 ? first_col + held * Base::step : clamped(held)));
-      if (!params.is_rms_norm) near_mean = mean_of(load_vec<scalar_t, 4>(x));
+      if (!params.is_rms_norm) near_mean = median_of(load_vec<scalar_t, 4>(x));
     }
     const Moments<float> moments = Base::moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
     const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row, first_col == 0);

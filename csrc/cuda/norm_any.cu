@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kAnyFewRows.block) few_any_norm_kernel(const _
     z[0] = pack<scalar_t>(values);
     if (params.residual_out) store_raw(static_cast<scalar_t*>(params.residual_out) + y_row + col, z[0]);
   }
-  const float near_mean = params.is_rms_norm ? 0 : is_x ? mean_of(first) : row.near_mean_of(z, scratch);
+  const float near_mean = params.is_rms_norm ? 0 : is_x ? median_of(first) : row.near_mean_of(z, scratch);
   const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
   const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row.row, col == 0);
   if (!is_there) return;

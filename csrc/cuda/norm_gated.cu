@@ -98,7 +98,7 @@ struct GatedRow : RunTimeRow<scalar_t, kHeld> {
                        });
     };
     if constexpr (kGatesY) {
-      normalize(x_raw, params.is_rms_norm ? 0 : mean_of(load_vec<scalar_t, 4, kFew>(x)));
+      normalize(x_raw, params.is_rms_norm ? 0 : median_of(load_vec<scalar_t, 4, kFew>(x)));
       const NextNorm& next = stage.next;
       if (!next.y) return;
       if (Base::spans_warps()) __syncthreads();  // scratch is used again

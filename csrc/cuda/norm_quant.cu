@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
       using x_t = decltype(type);
       typename Row::template First<x_t> first;
       row.template load<x_t, true>(z, first, params, load_scale);
-      if (!params.is_rms_norm) near_mean = first.mean(params.residual);
+      if (!params.is_rms_norm) near_mean = first.median(params.residual);
     });
     const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, inverse_n, scratch.sums, [] {});
     const RowNorm<float> norm =

@@ -103,12 +103,19 @@ struct SumScratch {
   float near_mean;
 };
 
-// The mean of the first elements of a row, a number near its mean. Where the row is one number it is that number.
+// The median of four numbers: near the mean of a row that begins with them, also where one of them is an outlier, as in
+// activations with a few large channels. (About their mean, which is then up to two standard deviations from the row's,
+// fp32 rows lost two bits of the mean.) Of equal numbers it is that number.
+__device__ __forceinline__ float median_of(const float (&values)[4]) {
+  const float low = fmaxf(fminf(values[0], values[1]), fminf(values[2], values[3]));
+  const float high = fminf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
+  return fmaf(high - low, 0.5f, low);
+}
 template <typename T>
-__device__ __forceinline__ float mean_of(const RawVec<T, 4>& first) {
+__device__ __forceinline__ float median_of(const RawVec<T, 4>& first) {
   float values[4];
   unpack(first, values);
-  return vec_sum(values) / 4;
+  return median_of(values);
 }
 
 // A thread's part of a row.
@@ -156,8 +163,8 @@ struct RunTimeRow {
     RawVec<x_t, 4> x;
     RawVec<scalar_t, 4> residual;
 
-    // The mean of the first elements of z. Where all of z is one number it is that number.
-    __device__ __forceinline__ float mean(bool has_residual) const {
+    // The median of the first elements of z.
+    __device__ __forceinline__ float median(bool has_residual) const {
       float values[4], others[4];
       unpack(x, values);
       if (has_residual) {
@@ -166,7 +173,7 @@ struct RunTimeRow {
         for (int i = 0; i < 4; ++i) values[i] += others[i];
         unpack(pack<scalar_t>(values), values);
       }
-      return vec_sum(values) / 4;
+      return median_of(values);
     }
   };
 
@@ -216,14 +223,14 @@ struct RunTimeRow {
     if (!kFew) load_more();  // for lack of registers
   }
 
-  // The mean of the first four elements of z, for all threads of the row.
+  // The median of the first four elements of z, for all threads of the row.
   template <typename Scratch>
   __device__ __forceinline__ float near_mean_of(const Vec (&z)[kHeld], Scratch& scratch) const {
     RawVec<scalar_t, 4> first;
     memcpy(&first, &z[0], sizeof(first));
-    const float mean = mean_of(first);
-    if (!spans_warps()) return __shfl_sync(0xffffffffu, mean, lane & -threads);
-    if (first_col == 0) scratch.near_mean = mean;
+    const float median = median_of(first);
+    if (!spans_warps()) return __shfl_sync(0xffffffffu, median, lane & -threads);
+    if (first_col == 0) scratch.near_mean = median;
     __syncthreads();
     return scratch.near_mean;
   }
@@ -270,10 +277,10 @@ struct RunTimeRow {
     add_lanes(warps);
   }
 
-  // The moments of a row, by one exchange between its threads: about m, the mean of its first four elements. Where that
-  // is more than two standard deviations from the mean, once more, about the mean: so var loses little more than two
-  // bits. Rows that share a warp do that together; the others get the same bits again. RMSNorm: about m = 0, always.
-  // add_differences(m, sums) adds this thread's x - m to sums[0], and their squares to sums[1].
+  // The moments of a row, by one exchange between its threads: about m, the median of its first four elements. Where
+  // that is more than two standard deviations from the mean, once more, about the mean: so var loses little more than
+  // two bits. Rows that share a warp do that together; the others get the same bits again. RMSNorm: about m = 0,
+  // always. add_differences(m, sums) adds this thread's x - m to sums[0], and their squares to sums[1].
   template <typename Scratch, typename F>
   __device__ __forceinline__ Moments<float> moments_by(float m, bool is_rms_norm, float inverse_n, Scratch& scratch,
                                                        F&& add_differences) const {
@@ -400,7 +407,7 @@ struct UsualVectors {
       });
       load_more();
     });
-    const Moments<float> moments = row.moments(z, first.mean(params.residual), false, inverse_n, scratch, [&] {
+    const Moments<float> moments = row.moments(z, first.median(params.residual), false, inverse_n, scratch, [&] {
       row.for_each([&](int held, int col) {
         if (held >= kEarlyBiases && held < kMidBiases) load_bias(params, held, col);
       });
