@@ -71,6 +71,7 @@ struct PartialRows {
 // residual, and backward grad_residual_out, then x; kScales is the row gate where there is one, and the residual that
 // is added to y; kGrad is forward's rounded x_hat. Null where it is not needed.
 enum ThreadRow { kZ, kGrad, kResidual, kU, kScales, kThreadRows };
+constexpr int64_t kBlockColumns = 1024;  // of u, of a part of a row or several rows, so that an epilogue finds it in L1
 struct ThreadMemory {
   void* row[kThreadRows];
 };
@@ -159,7 +160,8 @@ class OwnRows {
  public:
   OwnRows(DType dtype, int64_t hidden_size, const bool (&is_needed)[kThreadRows]) {
     for (int i = 0; i < kThreadRows; ++i) {
-      if (is_needed[i]) memory_[i].reset(new char[hidden_size * acc_bytes(dtype)]);
+      const int64_t elements = i == kU && hidden_size < kBlockColumns ? kBlockColumns : hidden_size;
+      if (is_needed[i]) memory_[i].reset(new char[elements * acc_bytes(dtype)]);
       rows.row[i] = memory_[i].get();
     }
   }

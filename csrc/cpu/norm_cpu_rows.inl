@@ -818,8 +818,6 @@ void normalize_rounded(const NormForwardParams& params, const row_t* z, const Ac
   });
 }
 
-constexpr int64_t kBlockColumns = 1024;  // of u, so that the epilogue finds it in L1
-
 template <class row_t>
 void forward_rows(const NormForwardParams& params, const ParameterRows& parameters, const ThreadMemory& memory,
                   int64_t begin, int64_t end) {
@@ -827,6 +825,10 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
   const int64_t n = params.hidden_size;
   const bool reads_x = !params.residual_out && params.x_dtype == kDTypeOf<row_t>;  // as it lies
   const bool gates_y = params.row_gate && params.gates_y;
+  // Short rows take the epilogue together: its chain of instructions is as long as that of such a row
+  const bool may_share = params.activation != Activation::kNone && !params.dropout.philox && !params.rounds_x_hat;
+  const int64_t together = may_share && n < kBlockColumns ? kBlockColumns / n : 1;
+  int64_t place = 0;  // of a row among those whose u lie behind each other
   for (int64_t row = begin; row < end; ++row) {
     const int64_t at = interleaved_at(params, row, n);
     const acc_t* weight = static_cast<const acc_t*>(parameters.weight) + at;
@@ -865,7 +867,9 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y), 0, n); });
       continue;
     }
-    acc_t* const u = made_row(y, params.y_dtype, own_row<acc_t>(memory, kU));
+    void* const first_y = row_at(params.y, params.y_dtype, (row - place) * n);
+    acc_t* const first_u = made_row(first_y, params.y_dtype, own_row<acc_t>(memory, kU));
+    acc_t* const u = first_u + place * n;
     if (gates_y) {
       normalize(u, 0, n);
       multiply_by_gate(params.gate_activation, u, row_gate, n, u);
@@ -879,16 +883,25 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       if (params.rounds_x_hat) normalize_rounded(params, z, weight, stats, u, memory.row[kGrad]);
       const acc_t* scales =
           params.drops_y ? dropout_scales<acc_t>(params.dropout, row, n, own_row<acc_t>(memory, kScales)) : nullptr;
-      for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
-        const int64_t end = n - begin < kBlockColumns ? n : begin + kBlockColumns;
-        if (!params.rounds_x_hat) normalize(u, begin, end);
+      const auto finish = [&](int64_t begin, int64_t end) FLN_INLINE_LAMBDA {
         for_activation(params.activation, [&](auto activation) FLN_INLINE_LAMBDA {
-          EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, u};
+          EpilogueSweep<decltype(activation)::value, acc_t> sweep{scales, first_u};
           sweep_columns<acc_t>(sweep, begin, end);
         });
+      };
+      if (together > 1) {
+        normalize(u, 0, n);
+        if (++place < together && row + 1 < end) continue;
+        finish(0, place * n);
+      }
+      for (int64_t begin = 0; together == 1 && begin < n; begin += kBlockColumns) {
+        const int64_t end = n - begin < kBlockColumns ? n : begin + kBlockColumns;
+        if (!params.rounds_x_hat) normalize(u, begin, end);
+        finish(begin, end);
       }
     }
-    round_to(u, n, y, params.y_dtype);
+    round_to(first_u, together > 1 ? place * n : n, first_y, params.y_dtype);
+    place = 0;
   }
 }
 
