@@ -4,7 +4,8 @@
 #   tests      those of the kernels (TESTS: others), in WORKERS processes beside one for those that fill the card
 #              (default: all in one process; more need pytest-xdist, and a card with memory for so many)
 #   pair       those that want two cards, on the first two
-#   fuzz       FUZZ random cases in all (default 20000), in as many processes as there are cores
+#   fuzz       FUZZ random cases in all (default 20000), in as many processes as there are cores. With every change of a
+#              kernel: the tests of values missed a mean that was off by five times their limit for two days
 #   sanitizer  benchmarks/sanitize.py, by the compute-sanitizer that PATH has first
 #   racecheck  the same by racecheck, in a build of its own
 #   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
@@ -18,7 +19,7 @@
 #   gated      the same for the gated norm, from 64 columns on
 #   quant      benchmarks/quant.py (QUANT: its options)
 #   models     benchmarks/models.py (MODELS: its options)
-# PARTS names them in their order (default: "tests warm benchmark residual fusions"). A "/" begins another row of parts,
+# PARTS names them in their order (default: "tests fuzz:60 warm benchmark residual fusions"). A "/" begins another row of parts,
 # which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
 # and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
@@ -38,7 +39,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FUZZ_DEVICE=${FUZZ_DEVICE:-cuda}
 : "${FUZZ:=20000}" "${STEPS:=10000}" "${WORKERS:=0}" "${BUILD:=env FORCE_CUDA=1 python3 setup.py build_ext --inplace}"
-: "${PARTS:=tests warm benchmark residual fusions}"
+: "${PARTS:=tests fuzz:60 warm benchmark residual fusions}"
 : "${TESTS:=test_correctness.py tests/test_fusions.py tests/test_compat.py tests/test_pytorch.py tests/test_torch_own.py \
   tests/test_quant.py tests/test_replace.py test_benchmark.py tests/test_inductor.py}"
 : "${SWEEP:=--shapes small,sweep,huge,narrow --dtype bf16,fp32 --op layer_norm,rms_norm \
