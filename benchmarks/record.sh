@@ -4,8 +4,8 @@
 #   tests      those of the kernels (TESTS: others), in WORKERS processes beside one for those that fill the card
 #              (default: all in one process; more need pytest-xdist, and a card with memory for so many)
 #   pair       those that want two cards, on the first two
-#   fuzz       FUZZ random cases in all (default 20000), in as many processes as there are cores. With every change of a
-#              kernel: the tests of values missed a mean that was off by five times their limit for two days
+#   fuzz       FUZZ random cases in all (default 20000), in as many processes as there are cores. They find what the
+#              tests' table of cases misses
 #   sanitizer  benchmarks/sanitize.py, by the compute-sanitizer that PATH has first
 #   racecheck  the same by racecheck, in a build of its own
 #   training   STEPS steps (default 10000) of three seeds in bf16 and fp16, each run a process (TRAINING=--quick: tiny)
@@ -19,9 +19,9 @@
 #   gated      the same for the gated norm, from 64 columns on
 #   quant      benchmarks/quant.py (QUANT: its options)
 #   models     benchmarks/models.py (MODELS: its options)
-# PARTS names them in their order (default: "tests fuzz:60 warm benchmark residual fusions"). A "/" begins another row of parts,
-# which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60 seconds,
-# and it records what it reached until then:
+# PARTS names them in their order (default: "tests fuzz:60 warm benchmark residual fusions"). A "/" begins another row of
+# parts, which has the next card, and runs at the same time with its share of the cores; "fuzz:60" gives a part about 60
+# seconds, and it records what it reached until then:
 #   PARTS="tests:280 fuzz:60 / sanitizer:200 racecheck:150" WORKERS=14 benchmarks/record.sh FOLDER
 # peers and models may be restricted, so that several cards share them:
 #   PARTS="warm_peers=bf16 peers=bf16 / warm_peers=fp32 peers=fp32 / models=gpt_768,vit_1024" benchmarks/record.sh FOLDER

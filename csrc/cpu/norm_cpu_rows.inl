@@ -828,7 +828,7 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
   // Short rows take the epilogue together: its chain of instructions is as long as that of such a row
   const bool may_share = params.activation != Activation::kNone && !params.dropout.philox && !params.rounds_x_hat;
   const int64_t together = may_share && n < kBlockColumns ? kBlockColumns / n : 1;
-  int64_t place = 0;  // of a row among those whose u lie behind each other
+  int64_t waiting = 0;  // rows whose u lie at first_u
   for (int64_t row = begin; row < end; ++row) {
     const int64_t at = interleaved_at(params, row, n);
     const acc_t* weight = static_cast<const acc_t*>(parameters.weight) + at;
@@ -867,9 +867,10 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       for_dtype(params.y_dtype, [&](auto zero) FLN_INLINE_LAMBDA { normalize(static_cast<decltype(zero)*>(y), 0, n); });
       continue;
     }
-    void* const first_y = row_at(params.y, params.y_dtype, (row - place) * n);
+    void* const first_y = row_at(params.y, params.y_dtype, (row - waiting) * n);
     acc_t* const first_u = made_row(first_y, params.y_dtype, own_row<acc_t>(memory, kU));
-    acc_t* const u = first_u + place * n;
+    acc_t* const u = first_u + waiting * n;
+    ++waiting;
     if (gates_y) {
       normalize(u, 0, n);
       multiply_by_gate(params.gate_activation, u, row_gate, n, u);
@@ -891,17 +892,18 @@ void forward_rows(const NormForwardParams& params, const ParameterRows& paramete
       };
       if (together > 1) {
         normalize(u, 0, n);
-        if (++place < together && row + 1 < end) continue;
-        finish(0, place * n);
-      }
-      for (int64_t begin = 0; together == 1 && begin < n; begin += kBlockColumns) {
-        const int64_t end = n - begin < kBlockColumns ? n : begin + kBlockColumns;
-        if (!params.rounds_x_hat) normalize(u, begin, end);
-        finish(begin, end);
+        if (waiting < together && row + 1 < end) continue;
+        finish(0, waiting * n);
+      } else {
+        for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
+          const int64_t end = n - begin < kBlockColumns ? n : begin + kBlockColumns;
+          if (!params.rounds_x_hat) normalize(u, begin, end);
+          finish(begin, end);
+        }
       }
     }
-    round_to(first_u, together > 1 ? place * n : n, first_y, params.y_dtype);
-    place = 0;
+    round_to(first_u, waiting * n, first_y, params.y_dtype);
+    waiting = 0;
   }
 }
 
