@@ -15,6 +15,7 @@ struct AnyParams : UsualParams {
   Epilogue epilogue;
   int64_t weight_stride, gate_stride;
   int segments, iterations;
+  float most_offset;
   DType x_dtype, weight_dtype, y_dtype;
   bool interleaves, is_rms_norm, rounds_x_hat, loads;
 
@@ -28,6 +29,7 @@ struct AnyParams : UsualParams {
         gate_stride(stage.gate_stride),
         segments(params.segments),
         iterations(1),
+        most_offset(most_offset_of(params.is_rms_norm, stage.residual_out_dtype, params.weight_dtype, params.y_dtype)),
         x_dtype(params.x_dtype),
         weight_dtype(params.weight_dtype),
         y_dtype(params.y_dtype),
@@ -178,9 +180,9 @@ struct AnyRow : RunTimeRow<scalar_t, kHeld> {
 #pragma unroll
       for (int held = 0; held < kHeld; ++held)
         z[held] = load_vec<scalar_t, kVec>(x + (kColumns > 0 ? first_col + held * Base::step : clamped(held)));
-      if (!params.is_rms_norm) near_mean = median_of(load_vec<scalar_t, 4>(x));
+      if (!params.is_rms_norm) near_mean = Base::near_mean_of(x);
     }
-    const Moments<float> moments = Base::moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
+    const Moments<float> moments = Base::moments(z, near_mean, params.most_offset, params.inverse_n, scratch, [] {});
     const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row, first_col == 0);
     if (kHeld > 3) optimization_barrier(z);
 

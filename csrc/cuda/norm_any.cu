@@ -15,6 +15,7 @@ struct FewParams {
   int64_t x_stride, residual_stride, weight_stride, gate_stride;
   int hidden_size, log_threads, slots;
   float inverse_n, eps, weight_offset;
+  float most_offset;
   float segments_of_row;  // segments / rows
   DType weight_dtype;
   bool is_rms_norm;
@@ -40,6 +41,7 @@ struct FewParams {
         inverse_n(all.inverse_n),
         eps(all.eps),
         weight_offset(all.weight_offset),
+        most_offset(all.most_offset),
         segments_of_row(all.segments > 1 ? static_cast<float>(all.segments) / static_cast<float>(all.rows) : 0),
         weight_dtype(all.weight_dtype),
         is_rms_norm(all.is_rms_norm) {}
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kAnyFewRows.block) few_any_norm_kernel(const _
     z[0] = load_vec<scalar_t, kVec, true>(x + col);
     if (params.residual) others = load_vec<scalar_t, kVec, true>(residual + col);
   }
-  const auto first = load_vec<scalar_t, 4, true>(x);
+  typename Row::template First<scalar_t> first;
+  first.load(x, nullptr);
   weight.template load<scalar_t>(params.weight, params.weight_dtype, segment * params.weight_stride + row.clamped(0),
                                  1);
   bias.template load<scalar_t>(params.bias, params.weight_dtype, segment * params.weight_stride + row.clamped(0), -0.f);
@@ -88,8 +91,8 @@ __global__ void __launch_bounds__(kAnyFewRows.block) few_any_norm_kernel(const _
     z[0] = pack<scalar_t>(values);
     if (params.residual_out) store_raw(static_cast<scalar_t*>(params.residual_out) + y_row + col, z[0]);
   }
-  const float near_mean = params.is_rms_norm ? 0 : is_x ? median_of(first) : row.near_mean_of(z, scratch);
-  const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
+  const float near_mean = params.is_rms_norm ? 0 : is_x ? first.median() : row.near_mean_of(z, scratch);
+  const Moments<float> moments = row.moments(z, near_mean, params.most_offset, params.inverse_n, scratch, [] {});
   const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row.row, col == 0);
   if (!is_there) return;
   float offsets[kVec];

@@ -11,6 +11,7 @@ struct GatedParams : UsualParams {
   RowGate gate;
   int64_t weight_stride;
   int segments;
+  float most_offset;
   DType weight_dtype;
   bool interleaves, is_rms_norm;
 
@@ -19,6 +20,7 @@ struct GatedParams : UsualParams {
         gate(gate),
         weight_stride(params.weight_stride),
         segments(params.segments),
+        most_offset(most_offset_of(params.is_rms_norm, params.x_dtype, params.weight_dtype, params.y_dtype)),
         weight_dtype(params.weight_dtype),
         interleaves(params.interleaves),
         is_rms_norm(params.is_rms_norm) {}
@@ -87,7 +89,7 @@ struct GatedRow : RunTimeRow<scalar_t, kHeld> {
       next_early[1].template load<scalar_t>(nullptr, stage.next.weight_dtype, 0, -0.f);
     }
     const auto normalize = [&](auto& z, float near_mean) {
-      const Moments<float> moments = Base::moments(z, near_mean, params.is_rms_norm, params.inverse_n, scratch, [] {});
+      const Moments<float> moments = Base::moments(z, near_mean, params.most_offset, params.inverse_n, scratch, [] {});
       const RowNorm<float> norm = finish_row(moments, params.inverse_n, params, row, first_col == 0);
       store_each<true>(z, norm, params.y, params.weight, params.bias, at, params.weight_dtype, params.weight_offset,
                        early, [&](float (&y)[kVec], int held) {
@@ -98,11 +100,11 @@ struct GatedRow : RunTimeRow<scalar_t, kHeld> {
                        });
     };
     if constexpr (kGatesY) {
-      normalize(x_raw, params.is_rms_norm ? 0 : median_of(load_vec<scalar_t, 4, kFew>(x)));
+      normalize(x_raw, params.is_rms_norm ? 0 : Base::near_mean_of(x));
       const NextNorm& next = stage.next;
       if (!next.y) return;
       if (Base::spans_warps()) __syncthreads();  // scratch is used again
-      const Moments<float> moments = Base::moments(x_raw, 0, true, params.inverse_n, scratch, [] {});
+      const Moments<float> moments = Base::moments(x_raw, 0, /*most_offset=*/0, params.inverse_n, scratch, [] {});
       const RowNorm<float> norm = finish_row(moments, params.inverse_n, next, row, first_col == 0);
       store_each<false>(x_raw, norm, next.y, next.weight, nullptr, 0, next.weight_dtype, next.weight_offset, next_early,
                         [](float (&)[kVec], int) {});

@@ -310,9 +310,11 @@ __global__ void __launch_bounds__(kQuantBlock<kHeld>)
       using x_t = decltype(type);
       typename Row::template First<x_t> first;
       row.template load<x_t, true>(z, first, params, load_scale);
-      if (!params.is_rms_norm) near_mean = first.median(params.residual);
+      if (!params.is_rms_norm) near_mean = first.median();
     });
-    const Moments<float> moments = row.moments(z, near_mean, params.is_rms_norm, inverse_n, scratch.sums, [] {});
+    const Moments<float> moments = row.moments(
+        z, near_mean, most_offset_of(params.is_rms_norm, dtype_of<scalar_t>, dtype_of<scalar_t>, dtype_of<scalar_t>),
+        inverse_n, scratch.sums, [] {});
     const RowNorm<float> norm =
         finish_row(moments, inverse_n, QuantNorm{eps, params.is_rms_norm}, row.row, /*saves=*/false);
     const int64_t at = parameters_of(params, row.row);

@@ -159,9 +159,11 @@ struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
     }
   }
 
-  // The median of four means of two elements, nearer to the row's mean than that of four elements: a thread adds up to
-  // 48 elements here, one after the other. Of the first four elements, or the first of fewer, in shorter rows.
+  // For fp32 the median of four means of two elements, nearer to the row's mean than that of four elements: a thread
+  // adds up to 48 elements here, one after the other. Of the first four elements, or the first of fewer, in shorter
+  // rows.
   __device__ __forceinline__ float near_mean() const {
+    if (Base::kSumsAboutZero) return 0;
     if (hidden_size < 4) return element(0);
     float values[4];
 #pragma unroll
@@ -216,23 +218,25 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
     row.by_alignment([&](auto is_aligned) {
       row.for_each_batch([&](int col, auto count) {
         constexpr int kVectors = decltype(count)::value;
-        float values[kVectors][kVec], of_vec[kVectors];
+        float values[kVectors][kVec], of_vec[kVectors], squares = 0;
         row.template load_batch<is_aligned>(values, col, m);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
           for (float& value : values[k]) {
             value -= m;
-            sums[1] = fma(value, value, sums[1]);
+            squares = fma(value, value, squares);
           }
           of_vec[k] = vec_sum(values[k]);
         }
         sums[0] += vec_sum(of_vec);
+        sums[1] += squares;
       });
     });
   };
-  const Moments<float> moments =
-      row.moments_by(params.is_rms_norm ? 0 : row.near_mean(), params.is_rms_norm, inverse_n, scratch, add_differences);
+  const float most_offset = most_offset_of(params.is_rms_norm, params.x_dtype, params.weight_dtype, params.y_dtype);
+  const Moments<float> moments = row.template moments_by<scalar_t>(params.is_rms_norm ? 0 : row.near_mean(),
+                                                                   most_offset, inverse_n, scratch, add_differences);
   const RowNorm<float> norm = finish_row(moments, inverse_n, params, row.row, row.rank == 0);
   __syncwarp();  // all lanes have read the first elements
 

@@ -111,17 +111,19 @@ __device__ __forceinline__ float median_of(const float (&values)[4]) {
   const float high = fminf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
   return fmaf(high - low, 0.5f, low);
 }
-template <typename T>
-__device__ __forceinline__ float median_of(const RawVec<T, 4>& first) {
-  float values[4];
-  unpack(first, values);
-  return median_of(values);
+
+// For RunTimeRow::moments_by(): how far from m, in standard deviations, the mean of a row may be, as the share that the
+// square of their difference has of the mean square of x - m. RMSNorm: 0, no limit. Two deviations cost var two bits;
+// eight cost it six of 24, which is enough where x, weight and y have 16 bits.
+__host__ __device__ constexpr float most_offset_of(bool is_rms_norm, DType x, DType weight, DType y) {
+  return is_rms_norm ? 0 : x != DType::kFloat32 && weight == x && y == x ? 64 / 65.0f : 4 / 5.0f;
 }
 
 // A thread's part of a row.
 template <typename scalar_t, int kHeld>
 struct RunTimeRow {
   static constexpr bool kFew = kHeld == 1;
+  static constexpr bool kSumsAboutZero = sizeof(scalar_t) == 2;  // moments_by()
   static constexpr int kVec = 16 / sizeof(scalar_t);
   using Vec = RawVec<scalar_t, kVec>;
 
@@ -157,22 +159,26 @@ struct RunTimeRow {
       if (first_col + held * step < hidden_size) f(held, first_col + held * step);
   }
 
-  // The first elements of a row's x and residual.
+  // The first elements of a row's x and residual, where its sums are about their median.
   template <typename x_t>
   struct First {
     RawVec<x_t, 4> x;
-    RawVec<scalar_t, 4> residual;
+    RawVec<float, 4> residual;
 
+    __device__ __forceinline__ void load(const x_t* x_row, const scalar_t* residual_row) {
+      if constexpr (!kSumsAboutZero) {
+        x = load_vec<x_t, 4, true>(x_row);
+        residual = residual_row ? load_vec<float, 4, true>(residual_row) : filled_vec<float, 4>(-0.f);
+      }
+    }
     // The median of the first elements of z.
-    __device__ __forceinline__ float median(bool has_residual) const {
+    __device__ __forceinline__ float median() const {
+      if constexpr (kSumsAboutZero) return 0;
       float values[4], others[4];
       unpack(x, values);
-      if (has_residual) {
-        unpack(residual, others);
+      unpack(residual, others);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] += others[i];
-        unpack(pack<scalar_t>(values), values);
-      }
+      for (int i = 0; i < 4; ++i) values[i] += others[i];
       return median_of(values);
     }
   };
@@ -189,7 +195,7 @@ struct RunTimeRow {
     if (!params.residual) {
       if constexpr (std::is_same<x_t, scalar_t>::value)
         for_each([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(x + col); });
-      if (kWantsFirst) first.x = load_vec<x_t, 4, true>(x);
+      if (kWantsFirst) first.load(x, nullptr);
       return load_more();
     }
     const scalar_t* residual = static_cast<const scalar_t*>(params.residual) + params.residual_strides.offset(row);
@@ -205,10 +211,7 @@ struct RunTimeRow {
       };
       for_batch([&](int held, int col) { x_raw[held - from] = load_vec<x_t, kVec, true>(x + col); });
       for_batch([&](int held, int col) { z[held] = load_vec<scalar_t, kVec, true>(residual + col); });
-      if (kWantsFirst && from == 0) {
-        first.x = load_vec<x_t, 4, true>(x);
-        first.residual = load_vec<scalar_t, 4, true>(residual);
-      }
+      if (kWantsFirst && from == 0) first.load(x, residual);
       if (kFew) load_more();
       for_batch([&](int held, int col) {
         float sum[kVec], values[kVec];
@@ -223,12 +226,18 @@ struct RunTimeRow {
     if (!kFew) load_more();  // for lack of registers
   }
 
-  // The median of the first four elements of z, for all threads of the row.
+  // The median of the first four elements of x, or of z, for all threads of the row.
+  __device__ __forceinline__ static float near_mean_of(const scalar_t* x) {
+    First<scalar_t> first;
+    first.load(x, nullptr);
+    return first.median();
+  }
   template <typename Scratch>
   __device__ __forceinline__ float near_mean_of(const Vec (&z)[kHeld], Scratch& scratch) const {
-    RawVec<scalar_t, 4> first;
-    memcpy(&first, &z[0], sizeof(first));
-    const float median = median_of(first);
+    if constexpr (kSumsAboutZero) return 0;
+    float first[kVec];
+    unpack(z[0], first);
+    const float median = median_of({first[0], first[1], first[2], first[3]});
     if (!spans_warps()) return __shfl_sync(0xffffffffu, median, lane & -threads);
     if (first_col == 0) scratch.near_mean = median;
     __syncthreads();
@@ -277,12 +286,13 @@ struct RunTimeRow {
     add_lanes(warps);
   }
 
-  // The moments of a row, by one exchange between its threads: about m, the median of its first four elements. Where
-  // that is more than two standard deviations from the mean, once more, about the mean: so var loses little more than
-  // two bits. Rows that share a warp do that together; the others get the same bits again. RMSNorm: about m = 0,
-  // always. add_differences(m, sums) adds this thread's x - m to sums[0], and their squares to sums[1].
-  template <typename Scratch, typename F>
-  __device__ __forceinline__ Moments<float> moments_by(float m, bool is_rms_norm, float inverse_n, Scratch& scratch,
+  // The moments of a row, by one exchange between its threads: about m, the median of its first four elements, or 0 in
+  // 16 bits, so that no x - m is computed. Where m is too far from the mean, once more, about the mean, which is
+  // rounded to z_t, so that equal numbers have variance 0. Rows that share a warp do that together; the others get the
+  // same bits again. RMSNorm: about m = 0. add_differences(m, sums) adds this thread's x - m to sums[0], and their
+  // squares to sums[1].
+  template <typename z_t, typename Scratch, typename F>
+  __device__ __forceinline__ Moments<float> moments_by(float m, float most_offset, float inverse_n, Scratch& scratch,
                                                        F&& add_differences) const {
     float sums[2];
     const auto pass = [&](int time) {
@@ -292,18 +302,18 @@ struct RunTimeRow {
     };
     pass(0);
     const float delta = sums[0] * inverse_n;
-    const bool is_far = !is_rms_norm && (!(5 * delta * delta <= 4 * sums[1] * inverse_n) || isinf(sums[1]));
+    const bool is_far = most_offset > 0 && (!(delta * delta <= most_offset * (sums[1] * inverse_n)) || isinf(sums[1]));
     if (__any_sync(0xffffffffu, is_far)) {
-      if (is_far) m += delta;
+      if (is_far) m = widen(narrow<z_t>(m + delta));
       pass(1);
     }
     return {0, m, sums[0], sums[1]};  // n is not used
   }
   // The same of the vectors z. load_more() starts further loads behind each pass.
   template <typename z_t, typename Scratch, typename F>
-  __device__ __forceinline__ Moments<float> moments(RawVec<z_t, kVec> (&z)[kHeld], float m, bool is_rms_norm,
+  __device__ __forceinline__ Moments<float> moments(RawVec<z_t, kVec> (&z)[kHeld], float m, float most_offset,
                                                     float inverse_n, Scratch& scratch, F&& load_more) const {
-    return moments_by(m, is_rms_norm, inverse_n, scratch, [&](float m, float (&sums)[2]) {
+    return moments_by<z_t>(m, most_offset, inverse_n, scratch, [&](float m, float (&sums)[2]) {
       if (!kFew) optimization_barrier(z);
       for_each([&](int held, int) {
         float d[kVec], squares = 0;
@@ -376,6 +386,8 @@ struct UsualVectors {
   // first pass over z, or behind the exchange (the fourth: H200, 256 x 4096, bf16 2.77 us, 2.59); else each with its
   // vector of y.
   static constexpr bool kEarlyWeights = kHeld < 6;
+  static constexpr float kMostOffset =
+      most_offset_of(false, dtype_of<scalar_t>, dtype_of<scalar_t>, dtype_of<scalar_t>);
   static constexpr int kEarlyBiases = Row::kFew ? kHeld : 0,
                        kMidBiases = kPrefetchesBias && kHeld > 2 && kHeld < 5 ? 3 : 0,
                        kLateBiases = kPrefetchesBias && (kHeld == 4 || kHeld == 5) ? kHeld : 0;
@@ -407,7 +419,7 @@ struct UsualVectors {
       });
       load_more();
     });
-    const Moments<float> moments = row.moments(z, first.median(params.residual), false, inverse_n, scratch, [&] {
+    const Moments<float> moments = row.moments(z, first.median(), kMostOffset, inverse_n, scratch, [&] {
       row.for_each([&](int held, int col) {
         if (held >= kEarlyBiases && held < kMidBiases) load_bias(params, held, col);
       });
