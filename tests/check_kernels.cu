@@ -485,8 +485,10 @@ void run(const Case& c) {
       // The roundings to a 16-bit z: that of x_hat, and that of the product. tests/test_fusions.py has their bits
       const double least = f.z_dtype == DType::kFloat16 ? 0x1p-25 * (1 + std::fabs(w(r, i))) : 0;  // of subnormals
       const double e_rounded = c.rounds_x_hat ? 2.5 * (unit(f.z_dtype) * std::fabs(u[at]) + least) : 0;  // silu: 1.1
-      error[at] = e_rounded + e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) +
-                                       std::fabs(b(r, i)) + std::fabs(want[at]));
+      // The mean's error is a part of the sum of |z|, which |m| may be far below
+      error[at] = e_rounded + e_acc * absolute / n * std::fabs(rstds[r] * w(r, i)) +
+                  e_sum * (std::fabs(z_of[at] * rstds[r] * w(r, i)) + std::fabs(m * rstds[r] * w(r, i)) +
+                           std::fabs(b(r, i)) + std::fabs(want[at]));
       if (c.has_row_gate)
         error[at] = error[at] * std::fabs(factor_of(true, at)) + std::fabs(u[at]) * factor_error(true, at) +
                     std::fabs(x.values[at] * rstds[r] * w(r, i)) * factor_error(false, at);
