@@ -61,6 +61,14 @@ CALLS = [  # of test_benchmark.py, fusions.py or quant.py: op, dtype, rows, colu
     ("layer_norm", "bf16", 174528, 769, "backward"),
     ("layer_norm", "bf16", 1024, 131072, "backward"),
     ("rms_norm", "bf16", 8192, 16384, "backward"),
+    ("layer_norm", "bf16", 524288, 256, "forward"),
+    ("layer_norm", "bf16", 522247, 257, "forward"),
+    ("layer_norm", "bf16", 2064888, 65, "backward"),
+    ("layer_norm", "bf16", 522247, 257, "backward"),
+    ("layer_norm, silu", "bf16", 16384, 8192, "backward"),
+    ("layer_norm, dropout 0.1 of y", "bf16", 16384, 8192, "backward"),
+    ("adaptive_layer_norm, 128 samples", "bf16", 16384, 8192, "forward"),
+    ("adaptive_layer_norm, 128 samples", "bf16", 16384, 8192, "backward"),
 ]
 COUNTERS = {
     "us": ("gpu__time_duration.sum", 1e-3),
