@@ -231,6 +231,7 @@ VALUES = (
     "hot_columns",
     "seven_numbers",
     "mean_5",
+    "far_rows",
 )
 
 
@@ -416,6 +417,11 @@ def fill(shape, values, generator):
         return noise
     if values == "hot_columns":
         noise[..., ::17] *= 300
+        return noise
+    if values == "far_rows":  # beside others, whose sums CUDA repeats with theirs where they share a warp
+        rows = noise.view(-1, shape[-1])
+        rows[::3, 8:] += 1e3  # so that the first elements do not tell the mean
+        rows[1::3] += 1e3
         return noise
     if values == "seven_numbers":  # of a row, each in adjacent columns
         columns = shape[-1]
