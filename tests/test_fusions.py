@@ -319,7 +319,7 @@ def test_a_row_does_not_depend_on_the_batch(device, op, dtype, hidden_size):
                 return OPS[op](x[:rows], **options), *ADD_OPS[op](x[:rows], residual[:rows], **options)
 
             many = results(rows)
-            # few, and between few and many: 1.5 times kAnyFewRows.vectors, less than kManyRowsVectors (launch_plan.h)
+            # few, and 1.5 times kAnyFewRows.vectors (launch_plan.h)
             for fewer in (3, min(rows, 3 * 2**20 // x.itemsize // hidden_size)):
                 for a, b in zip(results(fewer), many, strict=True):
                     same = same_bits(a, b[:fewer]) and same_bits(a.signbit(), b[:fewer].signbit())

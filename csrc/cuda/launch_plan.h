@@ -131,10 +131,6 @@ constexpr int most_usual_threads(int held) { return held == 2 ? 4 : held == 3 ||
 constexpr int most_usual_threads(int held, int element_bytes, bool is_rms_norm) {
   return held == 4 && element_bytes == 2 && !is_rms_norm ? 256 : most_usual_threads(held);
 }
-// Many rows of LayerNorm whose threads hold five vectors run in the kernel for eight, which loads weight and bias late,
-// with fewer registers, and gives the same bits. H200, bf16, x of 256 MiB: 1152 columns 141 us, 135; 5120 142, 135; but
-// 2048 x 1152 4.6, 5.1. RMSNorm, fp32 and a residual lose 1 to 2%.
-constexpr int64_t kManyRowsVectors = 512 * 1024;
 // norm_any.cu and norm_gated.cu. Eight vectors of 16 bits and 128 threads: a row gate, 256 x 8192 6.2 us, then 8.8.
 template <typename scalar_t>
 constexpr int most_any_threads(int held) {
@@ -160,13 +156,19 @@ constexpr int64_t kSegmentIterationThreads = kForRacecheck ? 64 : 132 * 1024;
 constexpr int kQuantGroup = 128;  // columns, of the largest group with a scale: the vectors of adjacent lanes of a row
 
 // Ragged rows (not whole 16-byte vectors, norm_ragged.cu): the fewest threads, a power of two, that take at most so
-// many bytes each. A row costs a warp about 350 instructions, an element 21. H200, bf16, 2049 columns, by 48 and 96
-// elements a thread: 201 us, 158; 8193: 177, 150; 8 x 4097: 4.8, 6.0. By at most 192 and 200 bytes: bf16 769 columns
-// 173, 163; 3073 178, 158; fp32 12345 198, 183 (256 threads and the larger L1 cache); but fp32 769 140, 145.
-constexpr int ragged_bytes(int element_bytes, int threads) { return element_bytes == 2 || threads == 256 ? 200 : 192; }
+// many bytes each. An element costs 16 to 18 instructions, a row a few hundred for each thread. H200, bf16, LayerNorm,
+// us by at most 200, 136 and 104 bytes: 2049 columns 144, 143, 159; 6001 146, 142, 143; 769 141, 143, 143; 64 x
+// 769 7.0, 5.4, 5.3; 64 x 2049 5.8, 5.9, 4.4. By at most 192 bytes fp32 12345 198, 183 (256 threads and the larger L1
+// cache).
+constexpr int ragged_bytes(int threads) { return threads == 256 ? 200 : 136; }
+// Threads of a block of rows of a warp or less. H200, us by 64, 128 and 256: bf16 33 columns 157, 156, 162; 769 144,
+// 141, 146; 2049 143, 143, 145; fp32 257 all 137; 769 143, 141, 137; 64 x 257 4.9, 5.3, 5.8.
+constexpr int kRaggedWarpsBlock = 128;
+constexpr int ragged_block(int element_bytes, int threads) {
+  return threads > 32 ? threads : threads == 32 && element_bytes == 4 ? 256 : kRaggedWarpsBlock;
+}
 constexpr int kRaggedBlock = 512;          // threads, at most
-constexpr int kRaggedThreadsPerSm = 1536;  // for the compiler: 40 registers; 32 and 48 were up to 10% slower
-constexpr int kRaggedWarpsBlock = 128;     // threads of a block of shorter rows, of which each has at most a warp
+constexpr int kRaggedThreadsPerSm = 1280;  // for the compiler: 48 registers; 40 gave few rows 2 to 5% more time
 constexpr int kRaggedStrides = 8;          // vectors of a thread that are tried, beyond the fewest
 constexpr int kRaggedScratch = 1024;       // bytes of shared memory beside the rows, at least what the kernel has
 // The percentage of the L1 cache that is shared memory; 100 for rows of more than 48 KiB. H200, bf16, by 58 and 100:

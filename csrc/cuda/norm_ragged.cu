@@ -1,9 +1,9 @@
 // Forward of ragged rows: rows that are not whole 16-byte vectors. norm_forward.cu has the formulas.
 //
-// Rows are normalized in shared memory. The copy engine moves adjacent rows as one chunk of whole 16-byte words, in
-// which they keep their alignment; only shared memory is accessed by the element, or by pairs of 16-bit elements where
-// the rows of a warp begin at words. Each pass reads x there, and y replaces it. A row too long for shared memory is
-// read from global memory, in the same order, so the card does not change the bits of a result.
+// Rows are normalized in shared memory. The copy engine moves the adjacent rows of a block as one chunk of whole
+// 16-byte words, in which they keep their alignment; only shared memory is accessed by the element, or by pairs of
+// 16-bit elements where the rows of a warp begin at words. Each pass reads x there, and y replaces it. A row too long
+// for shared memory is read from global memory, in the same order, so the card does not change the bits of a result.
 #include "async.cuh"
 #include "dispatch.cuh"
 #include "forward_rows.cuh"
@@ -13,20 +13,23 @@
 namespace fused_layernorm {
 namespace {
 
-// A chunk has the rows of a warp, or the one row of a block.
 struct RaggedPlan {
   const void* x_end;  // past the last element of x
   int log_threads;    // of a row
-  int stride, step;   // vectors from a thread's first one to that of the next thread, and to its own next one
+  int stride;         // where rows share a warp: vectors of a thread, which are adjacent,
+  int rows_apart;     // and rows from a row of the warp to its next one, 1 or 2
   int chunk_bytes;    // of x in shared memory
-  bool in_chunks;     // adjacent rows of x are adjacent in memory
+  int slot_bytes;     // of a row of x there, if not in_chunks
+  bool in_chunks;     // adjacent rows of x are adjacent in memory, and one piece of the chunk
   bool stages_y;      // y is written by way of shared memory,
   int y_offset;       // so many bytes behind x; 0: in its place
 };
 
 constexpr int kBatch = 4;  // vectors that a thread loads before it uses them
 
-template <typename scalar_t, bool kIsShared>
+// kApart: vectors between those of a batch, a constant, so that the batch has one address. 32: a warp takes 32 * kBatch
+// adjacent vectors. 1: a thread takes adjacent ones; rows share a warp.
+template <typename scalar_t, bool kIsShared, int kApart>
 struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
   static constexpr int kVec = sizeof(scalar_t) == 2 ? 2 : 1;
   static constexpr int kBytes = sizeof(scalar_t);
@@ -35,97 +38,97 @@ struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
 
   const KernelForwardParams& params;
   const RaggedPlan& plan;
-  int first, end, step;                         // columns of this thread
-  int member, members;                          // this thread of those that share the chunk
-  int64_t chunk_row;                            // the chunk's first row
+  int first, end;                               // columns of this thread; of an absent row it has none
+  int64_t block_row;                            // the block's first row
   unsigned chunk, barrier, x_shared, y_shared;  // shared addresses: the chunk's, and this row's
   const scalar_t* x_global;
 
-  __device__ __forceinline__ RaggedRow(const KernelForwardParams& params, const RaggedPlan& plan, const void* chunks,
-                                       const uint64_t* barriers)
-      : Base(params.hidden_size, plan.log_threads, 1), params(params), plan(plan) {
-    first = rank * plan.stride * kVec;
-    end = plan.stride > 1 ? min(first + plan.stride * kVec, hidden_size) : hidden_size;
-    step = plan.step * kVec;
-    members = max(threads, 32);
-    member = threadIdx.x & (members - 1);
-    chunk_row = row - (member >> plan.log_threads);
-    const int index = static_cast<int>(row - chunk_row), row_bytes = hidden_size * kBytes;
-    chunk = shared_address(chunks) + threadIdx.x / members * (plan.chunk_bytes + plan.y_offset);
-    barrier = shared_address(barriers + threadIdx.x / members);
-    x_global = x_of(row);
-    x_shared =
-        chunk + (plan.in_chunks ? past(x_of(chunk_row)) + index * row_bytes : index * slot_bytes() + past(x_global));
-    y_shared = chunk + plan.y_offset + past(y_of_chunk()) + index * row_bytes;
+  __device__ __forceinline__ RaggedRow(const KernelForwardParams& params, const RaggedPlan& plan, const void* chunk,
+                                       const uint64_t* barrier)
+      : Base(params.hidden_size, plan.log_threads, 1),
+        params(params),
+        plan(plan),
+        block_row(static_cast<int64_t>(blockIdx.x) * (blockDim.x >> plan.log_threads)),
+        chunk(shared_address(chunk)),
+        barrier(shared_address(barrier)) {
+    int index = this->part;
+    if (kApart == 1 && plan.rows_apart == 2) {
+      const int rows_of_warp = 32 >> plan.log_threads;
+      index = (this->warp / 2 * rows_of_warp + index % rows_of_warp) * 2 + this->warp % 2;
+    }
+    row = block_row + index;
+    first = (kApart == 1 ? rank * plan.stride : rank / 32 * 32 * kBatch + this->lane) * kVec;
+    end = !is_present() ? 0 : kApart == 1 ? min(first + plan.stride * kVec, hidden_size) : hidden_size;
+    const int row_bytes = hidden_size * kBytes;
+    if (!kIsShared) x_global = x_of(row);
+    x_shared = this->chunk +
+               (plan.in_chunks ? past(x_of(block_row)) + index * row_bytes : past(x_of(row)) + index * plan.slot_bytes);
+    y_shared = this->chunk + plan.y_offset + past(y_of_block()) + index * row_bytes;
   }
 
+  __device__ __forceinline__ bool is_present() const { return row < params.rows; }
   __device__ __forceinline__ static unsigned past(const void* address) {
     return static_cast<unsigned>(reinterpret_cast<uintptr_t>(address)) % 16;
   }
   __device__ __forceinline__ const scalar_t* x_of(int64_t row) const {
     return static_cast<const scalar_t*>(params.x) + params.x_strides.offset(row);
   }
-  __device__ __forceinline__ scalar_t* y_of_chunk() const {
-    return static_cast<scalar_t*>(params.y) + chunk_row * hidden_size;
+  __device__ __forceinline__ scalar_t* y_of_block() const {
+    return static_cast<scalar_t*>(params.y) + block_row * hidden_size;
   }
-  __device__ __forceinline__ int slot_bytes() const { return plan.chunk_bytes / (members >> plan.log_threads); }
-  __device__ __forceinline__ int rows_of_chunk() const {
-    return static_cast<int>(min(static_cast<int64_t>(members >> plan.log_threads), params.rows - chunk_row));
-  }
-  // The threads of the chunk that have a row.
-  __device__ __forceinline__ int present() const { return rows_of_chunk() << plan.log_threads; }
-  __device__ __forceinline__ void synchronize() const {
-    if (threads > 32)
-      __syncthreads();
-    else
-      __syncwarp();
+  __device__ __forceinline__ int rows_of_block() const {
+    return static_cast<int>(min(static_cast<int64_t>(blockDim.x >> plan.log_threads), params.rows - block_row));
   }
 
-  // Reads the chunk, or each of its rows, into shared memory: the 16-byte words that cover it, but nothing past x_end.
+  // Reads the chunk into shared memory: the 16-byte words that cover it, or each of its rows, but nothing past x_end.
   __device__ __forceinline__ void fill() const {
-    const int pieces = plan.in_chunks ? 1 : rows_of_chunk();
-    const unsigned bytes = hidden_size * kBytes * (plan.in_chunks ? rows_of_chunk() : 1);
-    const auto for_each_piece = [&](auto&& f) {  // f(its first element, bytes before it in its first word, target)
-      for (int index = 0; index < pieces; ++index) {
-        const char* source = reinterpret_cast<const char*>(x_of(chunk_row + index));
-        f(source, past(source), chunk + index * slot_bytes());
-      }
-    };
+    const int pieces = plan.in_chunks ? 1 : rows_of_block();
+    const unsigned bytes = hidden_size * kBytes * (plan.in_chunks ? rows_of_block() : 1);
 #if __CUDA_ARCH__ >= 900
-    if (member == 0) {
+    if (threadIdx.x == 0) {
       init_barrier(barrier, pieces);
       fence_barrier_init();
-      for_each_piece([&](const char* source, unsigned skipped, unsigned target) {
-        const unsigned covered = covering_bytes(source, skipped, bytes, static_cast<const char*>(plan.x_end));
-        expect_bytes(barrier, covered);
-        if (covered > 0) copy_bulk(target, source - skipped, covered, barrier);
-        copy_rest<scalar_t>(target, source, skipped, bytes, covered);
-      });
     }
-    synchronize();
+    __syncthreads();
+    if (threadIdx.x < pieces) {
+      const char* source = reinterpret_cast<const char*>(x_of(block_row + threadIdx.x));
+      const unsigned skipped = past(source), target = chunk + threadIdx.x * plan.slot_bytes;
+      const unsigned covered = covering_bytes(source, skipped, bytes, static_cast<const char*>(plan.x_end));
+      copy_rest<scalar_t>(target, source, skipped, bytes, covered);
+      expect_bytes(barrier, covered);
+      if (covered > 0) copy_bulk(target, source - skipped, covered, barrier);
+    }
     wait_barrier(barrier, 0);
 #else
-    for_each_piece([&](const char* source, unsigned skipped, unsigned target) {
-      for (unsigned at = 16 * member; at < skipped + bytes; at += 16 * present())
+    for (int piece = 0; piece < pieces; ++piece) {
+      const char* source = reinterpret_cast<const char*>(x_of(block_row + piece));
+      const unsigned skipped = past(source), target = chunk + piece * plan.slot_bytes;
+      for (unsigned at = 16 * threadIdx.x; at < skipped + bytes; at += 16 * blockDim.x)
         copy_async(target + at, source - skipped + at, min(static_cast<int>(skipped + bytes - at), 16));
-    });
+    }
     commit_copies();
     wait_for_copies<0>();
-    synchronize();
+    __syncthreads();
 #endif
   }
 
-  // Calls f(column, std::integral_constant<int, count>()) for this thread's vectors: kBatch at a time, which are whole
-  // and `step` columns apart, then one by one.
+  // Calls f(column, vectors, elements), with two std::integral_constant<int>, for this thread's vectors: kBatch at a
+  // time, kApart apart, then one by one, then the last element of a row of an odd length.
   template <bool kBatches = true, typename F>
   __device__ __forceinline__ void for_each_batch(F&& f) const {
+    using One = std::integral_constant<int, 1>;
+    const int step = kApart == 1 ? kVec : threads * kVec;
     int col = first;
     if constexpr (kBatches) {
-      const int last = end - (kBatch - 1) * step - kVec;
-      for (; col <= last; col += kBatch * step) f(col, std::integral_constant<int, kBatch>());
-    }
+      const int last = (kApart == 1 ? end : first + end) - kBatch * step;
 #pragma unroll 1
-    for (; col < end; col += step) f(col, std::integral_constant<int, 1>());
+      for (; col <= last; col += kBatch * step)
+        f(col, std::integral_constant<int, kBatch>(), std::integral_constant<int, kVec>());
+    }
+    if (kApart > 1) col -= (kBatch - 1) * kVec * (rank & -32);
+#pragma unroll 1
+    for (; col + kVec <= end; col += step) f(col, One(), std::integral_constant<int, kVec>());
+    if (kVec > 1 && col < end) f(col, One(), One());
   }
 
   __device__ __forceinline__ float element(int col) const {
@@ -135,26 +138,24 @@ struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
       return widen(load<true>(x_global + col));
   }
   // Calls f(std::true_type()) if the rows of this warp begin at words of shared memory, so that a vector of x, and one
-  // of y, is one access; else f(std::false_type()). The lanes of absent rows have left, hence __activemask(). Both ways
-  // give the same bits.
+  // of y, is one access; else f(std::false_type()). Both ways give the same bits.
   template <typename F>
   __device__ __forceinline__ void by_alignment(F&& f) const {
     if constexpr (kVec > 1 && kIsShared)
-      if (__all_sync(__activemask(), (x_shared | y_shared) % 4 == 0)) return f(std::true_type());
+      if (__all_sync(0xffffffffu, (x_shared | y_shared) % 4 == 0)) return f(std::true_type());
     f(std::false_type());
   }
 
-  // Elements past the row are `absent`.
-  template <bool kIsAligned, int kVectors>
-  __device__ __forceinline__ void load_batch(float (&values)[kVectors][kVec], int col, float absent) const {
+  template <bool kIsAligned, int kVectors, int kElements>
+  __device__ __forceinline__ void load_batch(float (&values)[kVectors][kElements], int col) const {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if constexpr (kIsAligned && kVectors > 1) {
-        unpack(RawVec<scalar_t, kVec>{load_shared<unsigned>(x_shared + (col + k * step) * kBytes)}, values[k]);
+      const int from = col + k * kApart * kVec;
+      if constexpr (kIsAligned && kElements > 1) {
+        unpack(RawVec<scalar_t, kVec>{load_shared<unsigned>(x_shared + from * kBytes)}, values[k]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          values[k][i] = kVectors > 1 || i == 0 || col + i < end ? element(col + k * step + i) : absent;
+        for (int i = 0; i < kElements; ++i) values[k][i] = element(from + i);
       }
     }
   }
@@ -178,48 +179,46 @@ struct RaggedRow : RunTimeRow<scalar_t, kBatch> {
   // chunks.
   __device__ __forceinline__ void drain() const {
     constexpr int kWord = 16 / kBytes;
-    const int skipped = static_cast<int>(past(y_of_chunk())) / kBytes, elements = rows_of_chunk() * hidden_size;
+    const int skipped = static_cast<int>(past(y_of_block())) / kBytes, elements = rows_of_block() * hidden_size;
     const int begin = skipped > 0 ? kWord : 0, whole = (skipped + elements) / kWord * kWord;
     const unsigned source = chunk + plan.y_offset;
-    scalar_t* const y = y_of_chunk() - skipped;
+    scalar_t* const y = y_of_block() - skipped;
     fence_bulk_store();
-    synchronize();
+    __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    if (member == 0 && begin < whole) store_bulk(y + begin, source + begin * kBytes, (whole - begin) * kBytes);
+    if (threadIdx.x == 0 && begin < whole) store_bulk(y + begin, source + begin * kBytes, (whole - begin) * kBytes);
 #else
-    for (int at = begin + kWord * member; at < whole; at += kWord * present())
+    for (int at = begin + kWord * threadIdx.x; at < whole; at += kWord * blockDim.x)
       *reinterpret_cast<uint4*>(y + at) = load_shared<uint4>(source + at * kBytes);
 #endif
-    for (int index = member; index < 2 * kWord; index += present()) {
-      const int at = index < kWord ? index : max(whole, begin) + index - kWord;
+    if (threadIdx.x < 2 * kWord) {
+      const int index = threadIdx.x, at = index < kWord ? index : max(whole, begin) + index - kWord;
       if (at >= skipped && at < skipped + elements && (at < begin || at >= whole))
         y[at] = load_shared<scalar_t>(source + at * kBytes);
     }
-    if (member == 0) wait_for_bulk_stores();
+    if (threadIdx.x == 0) wait_for_bulk_stores();
   }
 };
 
 // A block has at most kBlock threads.
-template <typename scalar_t, int kBlock, bool kIsShared>
+template <typename scalar_t, int kBlock, bool kIsShared, int kApart>
 __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
     ragged_norm_kernel(const __grid_constant__ KernelForwardParams params, const __grid_constant__ RaggedPlan plan,
                        float inverse_n) {
-  using Row = RaggedRow<scalar_t, kIsShared>;
-  constexpr int kVec = Row::kVec;
-  extern __shared__ uint4 chunks[];
-  __shared__ uint64_t barriers[kRaggedWarpsBlock / 32];
+  using Row = RaggedRow<scalar_t, kIsShared, kApart>;
+  extern __shared__ uint4 chunk[];
+  __shared__ uint64_t barrier;
   __shared__ SumScratch<kBatch, 2, 2> scratch;
-  const Row row(params, plan, chunks, barriers);
-  if (row.row >= params.rows) return;  // rows that share a warp: as in norm_forward_kernel
+  const Row row(params, plan, chunk, &barrier);
   wait_for_previous_kernel();
   if constexpr (kIsShared) row.fill();
 
   const auto add_differences = [&](float m, float (&sums)[2]) {
     row.by_alignment([&](auto is_aligned) {
-      row.for_each_batch([&](int col, auto count) {
-        constexpr int kVectors = decltype(count)::value;
-        float values[kVectors][kVec], of_vec[kVectors], squares = 0;
-        row.template load_batch<is_aligned>(values, col, m);
+      row.for_each_batch([&](int col, auto vectors, auto elements) {
+        constexpr int kVectors = vectors, kElements = elements;
+        float values[kVectors][kElements], of_vec[kVectors], squares = 0;
+        row.template load_batch<is_aligned>(values, col);
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
@@ -237,55 +236,58 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
   const float most_offset = most_offset_of(params.is_rms_norm, params.x_dtype, params.weight_dtype, params.y_dtype);
   const Moments<float> moments = row.template moments_by<scalar_t>(params.is_rms_norm ? 0 : row.near_mean(),
                                                                    most_offset, inverse_n, scratch, add_differences);
-  const RowNorm<float> norm = finish_row(moments, inverse_n, params, row.row, row.rank == 0);
+  const RowNorm<float> norm = finish_row(moments, inverse_n, params, row.row, row.rank == 0 && row.is_present());
   __syncwarp();  // all lanes have read the first elements
 
   const float weight_offset = params.weight ? static_cast<float>(params.weight_offset) : 0;
   const auto store = [&](auto type, auto stages_y, auto is_aligned) {
     using weight_t = decltype(type);
-    const int64_t at = parameters_of(params, row.row);
+    const int64_t at = row.is_present() ? parameters_of(params, row.row) : 0;
     const weight_t* weight = static_cast<const weight_t*>(params.weight) + at;
     const weight_t* bias = static_cast<const weight_t*>(params.bias) + at;
     int has_weight = params.weight != nullptr, has_bias = params.bias != nullptr;
-    // Hide them from the optimizer: else all are worked out again for each vector
+    // Hide them from the optimizer: else all are worked out again for each batch
     asm volatile("" : "+l"(weight), "+l"(bias), "+r"(has_weight), "+r"(has_bias));
     __builtin_assume(__isGlobal(weight) && __isGlobal(bias));
-    row.template for_each_batch<stages_y>([&](int col, auto vectors) {
-      constexpr int kVectors = decltype(vectors)::value;
-      const int count = kVectors > 1 ? kVec : row.end - col;
-      float values[kVectors][kVec], scale[kVec], offset[kVec];
-      RawVec<weight_t, kVec> weights[kVectors], biases[kVectors];
-      row.template load_batch<is_aligned>(values, col, 0);
+    row.template for_each_batch<stages_y>([&](int col, auto vectors, auto elements) {
+      constexpr int kVectors = vectors, kElements = elements;
+      float values[kVectors][kElements], scale[kVectors][kElements], offset[kElements];
+      RawVec<weight_t, kElements> weights[kVectors], biases[kVectors];
+      row.template load_batch<is_aligned>(values, col);
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        const unsigned from = col + k * row.step;
-        weights[k] = load_parameter<kVec, true>(weight + from, count, has_weight, one_vec<weight_t, kVec>());
-        biases[k] = load_parameter<kVec, true>(bias + from, count, has_bias, filled_vec<weight_t, kVec>(-0.f));
+        const int from = col + k * kApart * Row::kVec;
+        weights[k] =
+            load_parameter<kElements, true>(weight + from, kElements, has_weight, one_vec<weight_t, kElements>());
+        biases[k] =
+            load_parameter<kElements, true>(bias + from, kElements, has_bias, filled_vec<weight_t, kElements>(-0.f));
+      }
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) unpack(weights[k], scale[k]);
+      if (weight_offset != 0) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+          for (float& factor : scale[k]) factor += weight_offset;
       }
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        const int from = col + k * row.step;
-        unpack(weights[k], scale);
+        const int from = col + k * kApart * Row::kVec;
         unpack(biases[k], offset);
-        if (weight_offset != 0) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) scale[i] += weight_offset;
-        }
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[k][i] = fma(norm.x_hat(values[k][i]), scale[i], offset[i]);
+        for (int i = 0; i < kElements; ++i) values[k][i] = fma(norm.x_hat(values[k][i]), scale[k][i], offset[i]);
         if constexpr (stages_y) {
-          const RawVec<scalar_t, kVec> raw = pack<scalar_t>(values[k]);
-          if constexpr (is_aligned && kVectors > 1) {
+          const RawVec<scalar_t, kElements> raw = pack<scalar_t>(values[k]);
+          if constexpr (is_aligned && kElements > 1) {
             store_shared(row.y_shared + from * Row::kBytes, raw.words[0]);
           } else {
-            scalar_t elements[kVec];
-            memcpy(elements, &raw, sizeof(raw));
+            scalar_t narrow[kElements];
+            memcpy(narrow, &raw, sizeof(raw));
 #pragma unroll
-            for (int i = 0; i < kVec; ++i)
-              if (i < count) store_shared(row.y_shared + (from + i) * Row::kBytes, elements[i]);
+            for (int i = 0; i < kElements; ++i) store_shared(row.y_shared + (from + i) * Row::kBytes, narrow[i]);
           }
         } else {
-          store_vec_as(params.y, params.y_dtype, row.row * row.hidden_size + from, values[k], count, false);
+          store_vec_as(params.y, params.y_dtype, row.row * row.hidden_size + from, values[k], kElements, false);
         }
       }
     });
@@ -304,7 +306,8 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
   store_by(float());
 }
 
-// The most lanes of a warp that access one bank of shared memory, if the threads of a row begin `apart` bytes apart.
+// The most lanes of a warp that access one bank of shared memory, if its rows begin `row_bytes` apart, and the threads
+// of a row `apart`.
 int lanes_of_a_bank(int threads, unsigned row_bytes, unsigned apart) {
   int lanes[32] = {}, most = 0;
   for (int lane = 0; lane < 32; ++lane)
@@ -317,35 +320,35 @@ cudaError_t launch_ragged(const KernelForwardParams& params, cudaStream_t stream
   DeviceFacts facts;
   const cudaError_t error = device_facts(facts);
   if (error != cudaSuccess) return error;
-  constexpr int kBytes = sizeof(scalar_t), kVec = RaggedRow<scalar_t, true>::kVec;
+  constexpr int kBytes = sizeof(scalar_t), kVec = RaggedRow<scalar_t, true, 1>::kVec;
   const int64_t n = params.hidden_size, row_bytes = n * kBytes;
   RaggedPlan plan{};
   int threads = 1;
-  for (; row_bytes > static_cast<int64_t>(ragged_bytes(kBytes, threads)) * threads && threads < kRaggedBlock;
-       threads *= 2)
+  for (; row_bytes > static_cast<int64_t>(ragged_bytes(threads)) * threads && threads < kRaggedBlock; threads *= 2)
     ++plan.log_threads;
-  const int block = threads > 32 ? threads : kRaggedWarpsBlock;
-  plan.stride = 1, plan.step = threads;  // a thread takes every threads-th vector,
-  if (threads < 32) {                    // or adjacent ones where fewer lanes then share a bank
-    const int least = static_cast<int>((n - 1) / (threads * kVec)) + 1;
-    int fewest = lanes_of_a_bank(threads, static_cast<unsigned>(row_bytes), 4);
-    for (int stride = std::max(least, 2); stride <= least + kRaggedStrides; ++stride) {
-      const int lanes = lanes_of_a_bank(threads, static_cast<unsigned>(row_bytes), 4 * stride);
-      if (lanes < fewest) fewest = lanes, plan.stride = stride, plan.step = 1;
+  const int block = ragged_block(kBytes, threads);
+  // Of odd lengths every second row begins at a word: those share a warp. Else what has the fewest lanes a bank (H200,
+  // bf16: 100 columns 151 us by every second row, 139; 258 with fp32 weights 138, 149)
+  const int least = static_cast<int>((n - 1) / (threads * kVec)) + 1;
+  int fewest = 33;
+  for (int apart = 2; apart >= (row_bytes % 4 == 0 ? 1 : 2) && threads < 32; --apart)
+    for (int stride = least; stride <= least + kRaggedStrides; ++stride) {
+      const int lanes = lanes_of_a_bank(threads, apart * static_cast<unsigned>(row_bytes), 4 * stride);
+      if (lanes < fewest) fewest = lanes, plan.stride = stride, plan.rows_apart = apart;
     }
-  }
   const RowStrides& x = params.x_strides;
   plan.x_end = static_cast<const scalar_t*>(params.x) + x.offset(params.rows - 1) + n;
   plan.in_chunks = x.row_stride == n && x.is_even(params.rows);
 
-  const int64_t rows_of_block = block / threads, chunks = block / std::max(threads, 32);
-  const int64_t chunk_bytes = (row_bytes + 30) / 16 * 16 * (rows_of_block / chunks);
+  const int64_t rows_of_block = block / threads;
+  const int64_t slot_bytes = (row_bytes + 30) / 16 * 16, chunk_bytes = slot_bytes * rows_of_block;
   const int64_t most = facts.shared_bytes - kRaggedScratch;
-  const bool is_shared = chunks * chunk_bytes <= most;
+  const bool is_shared = chunk_bytes <= most;
   const bool in_place =
       plan.in_chunks && (reinterpret_cast<uintptr_t>(params.x) - reinterpret_cast<uintptr_t>(params.y)) % 16 == 0;
-  plan.stages_y = is_shared && params.y_dtype == params.x_dtype && (in_place || 2 * chunks * chunk_bytes <= most);
+  plan.stages_y = is_shared && params.y_dtype == params.x_dtype && (in_place || 2 * chunk_bytes <= most);
   plan.chunk_bytes = is_shared ? static_cast<int>(chunk_bytes) : 0;
+  plan.slot_bytes = is_shared ? static_cast<int>(slot_bytes) : 0;
   plan.y_offset = plan.stages_y && !in_place ? plan.chunk_bytes : 0;
 
   const auto launch = [&](auto kernel, int carveout, OncePerDevice& allowed) {
@@ -359,13 +362,15 @@ cudaError_t launch_ragged(const KernelForwardParams& params, cudaStream_t stream
     if (error != cudaSuccess) return error;
     OverlappedLaunch launch(dim3(static_cast<unsigned>((params.rows + rows_of_block - 1) / rows_of_block)), dim3(block),
                             stream);
-    launch.config.dynamicSmemBytes = chunks * (plan.chunk_bytes + plan.y_offset);
+    launch.config.dynamicSmemBytes = plan.chunk_bytes + plan.y_offset;
     return cudaLaunchKernelEx(&launch.config, kernel, params, plan, inverse_of<float>(n));
   };
-  static OncePerDevice allowed[3];
-  if (!is_shared) return launch(ragged_norm_kernel<scalar_t, kRaggedBlock, false>, 0, allowed[0]);
-  if (block > kRaggedBlock / 2) return launch(ragged_norm_kernel<scalar_t, kRaggedBlock, true>, 100, allowed[1]);
-  return launch(ragged_norm_kernel<scalar_t, kRaggedBlock / 2, true>, kRaggedCarveout, allowed[2]);
+  static OncePerDevice allowed[4];
+  if (threads < 32)
+    return launch(ragged_norm_kernel<scalar_t, kRaggedWarpsBlock, true, 1>, kRaggedCarveout, allowed[0]);
+  if (!is_shared) return launch(ragged_norm_kernel<scalar_t, kRaggedBlock, false, 32>, 0, allowed[1]);
+  if (block > kRaggedBlock / 2) return launch(ragged_norm_kernel<scalar_t, kRaggedBlock, true, 32>, 100, allowed[2]);
+  return launch(ragged_norm_kernel<scalar_t, kRaggedBlock / 2, true, 32>, kRaggedCarveout, allowed[3]);
 }
 
 }  // namespace

@@ -125,9 +125,7 @@ cudaError_t launch(const KernelForwardParams& params, const LoadStage& stage, cu
       return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, 1, kIsRms, FewRmsParams>,
                                 FewRmsParams(arguments));
   }
-  const bool takes_eight = sizeof(scalar_t) == 2 && !kIsRms && plan.held == 5 && !stage.residual &&
-                           params.rows * params.hidden_size >= kManyRowsVectors * 8;
-  return with_constant<1, 2, 3, 4, 5, 6, 8>(takes_eight ? 8 : plan.held, [&](auto held) {
+  return with_constant<1, 2, 3, 4, 5, 6, 8>(plan.held, [&](auto held) {
     return cudaLaunchKernelEx(&launch.config, usual_norm_kernel<scalar_t, decltype(held)::value, kIsRms, UsualParams>,
                               arguments);
   });
