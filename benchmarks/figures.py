@@ -46,10 +46,20 @@ def whole_models(folder, pattern):
 
 
 def peers(folder, pattern):
-    """The records of a card's dtypes as one."""
-    records = read(folder, pattern)
-    roofs = {name: rate for record in records for name, rate in record["meta"]["roofs"].items()}
-    return {"meta": {"roofs": roofs}, "results": [r for record in records for r in record["results"]]}
+    """The records of a card's dtypes as one. A provider may have a later run of its own: its times are multiplied by
+    those of fused in the first run and divided by those in its own."""
+    records = sorted(read(folder, pattern), key=lambda record: record["meta"]["date"])
+    roofs, fused, results = {}, {}, []
+    for record in records:
+        roofs = record["meta"]["roofs"] | roofs
+        names = ("op", "direction", "dtype", "rows", "hidden_size")
+        timed = [(tuple(r[name] for name in names), r) for r in record["results"]]
+        own = {cell: r["us"] for cell, r in timed if r["provider"] == "fused"}
+        for cell, r in timed:
+            if r["provider"] != "fused" or cell not in fused:
+                results.append(r | {"us": r["us"] * fused.get(cell, own[cell]) / own[cell]})
+        fused = own | fused
+    return {"meta": {"roofs": roofs}, "results": results}
 
 
 def fuzzing(*runs):
