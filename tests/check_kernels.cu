@@ -1096,7 +1096,8 @@ void time_all(const std::string& only) {
   const std::vector<int64_t> all{64,   128,  256,  384,  512,  768,  1024, 1152, 1536,  1792, 2048,
                                  2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 12288, 16384},
       some{256, 512, 1024, 1152, 1536, 2048, 3072, 4096, 8192, 16384}, few{1024, 4096, 8192},
-      ragged{65, 257, 769, 1025, 2049, 4097, 8193, 12345}, longer{20000, 32768, 40000, 65536, 131072};
+      ragged{33, 65, 129, 257, 258, 769, 1025, 1537, 2049, 4097, 4098, 8193, 12345, 20001},
+      longer{20000, 32768, 40000, 65536, 131072};
   const auto plain = [](Case&) {};
   const auto residual = [](Case& c) { c.load = c.has_residual = c.has_gro = true; };
   const auto modulated = [](Case& c) { c.segments = -1, c.load = c.has_residual = c.has_gro = c.has_gate = true; };
@@ -1152,7 +1153,11 @@ void time_all(const std::string& only) {
       {"gate first rms", "bf16", [](Case& c) { c.has_row_gate = true, c.gates_y = false; }, some, true},
       {"gelu", "bf16", [](Case& c) { c.activation = Activation::kGelu; }, ragged},
       {"layer_norm", "bf16", plain, ragged},
+      {"layer_norm", "fp16", plain, ragged},
       {"layer_norm", "fp32", plain, ragged},
+      {"layer_norm", "bf16/w32", plain, ragged},
+      {"rms_norm", "bf16", plain, ragged, true},
+      {"rms_norm", "fp32", plain, ragged, true},
       {"residual", "bf16", residual, ragged},
       {"layer_norm", "bf16", plain, longer},
       {"layer_norm", "fp32", plain, longer},

@@ -55,6 +55,20 @@ def test_table_of_builds(tmp_path):
     assert rows() == [["9.0", "16", "60", "701", "7.4 MB", "600", "abc"]]
 
 
+def test_peers_of_several_runs(tmp_path):
+    """a provider's own later run is compared with fused of that run, and fused is that of the first"""
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    cell = {"op": "layer_norm", "direction": "forward", "dtype": "fp16", "rows": 2, "hidden_size": 64}
+    for date, times in (("2026-02", {"fused": 20.0, "quack": 30.0}), ("2026-01", {"fused": 10.0, "torch": 40.0})):
+        results = [cell | {"provider": provider, "us": us} for provider, us in times.items()]
+        record = {"meta": {"date": date, "roofs": {"copy": float(date[-1])}}, "results": results}
+        (tmp_path / f"peers_{date}.json").write_text(json.dumps(record))
+    found = figures["peers"](tmp_path, "peers_*.json")
+    assert found["meta"]["roofs"] == {"copy": 1}
+    assert {r["provider"]: r["us"] for r in found["results"]} == {"fused": 10, "torch": 40, "quack": 15}
+    assert len(found["results"]) == 3
+
+
 def test_tables(tmp_path):
     """noise is in brackets; what a run had no time for comes from an earlier run, perhaps on another card"""
 
