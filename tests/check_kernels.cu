@@ -1096,7 +1096,7 @@ void time_all(const std::string& only) {
   const std::vector<int64_t> all{64,   128,  256,  384,  512,  768,  1024, 1152, 1536,  1792, 2048,
                                  2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 12288, 16384},
       some{256, 512, 1024, 1152, 1536, 2048, 3072, 4096, 8192, 16384}, few{1024, 4096, 8192},
-      ragged{33, 65, 129, 257, 258, 769, 1025, 1537, 2049, 4097, 4098, 8193, 12345, 20001},
+      ragged{33, 65, 66, 129, 130, 257, 258, 769, 770, 1025, 1537, 2049, 4097, 4098, 8193, 12345, 12346, 20001},
       longer{20000, 32768, 40000, 65536, 131072};
   const auto plain = [](Case&) {};
   const auto residual = [](Case& c) { c.load = c.has_residual = c.has_gro = true; };
@@ -1321,6 +1321,7 @@ int main(int argc, char** argv) {
   // (small_problem() of launch_plan.h): sizes that do not fill a plan, so that warps have unequal parts of a row
   const Feature fused[] = {
       kFeatures[0],
+      {"padded rows", [](Case& c) { c.layout = kPadded; }},
       {"residual", [](Case& c) { c.load = c.has_residual = c.has_gro = c.wants_residual = true; }},
       {"gate, residual", [](Case& c) { c.load = c.has_gate = c.has_residual = c.wants_residual = true; }},
       {"gelu, residual",
@@ -1331,12 +1332,12 @@ int main(int argc, char** argv) {
       {"row gate", [](Case& c) { c.has_row_gate = true; }},
       {"row gate first, no bias", [](Case& c) { c.has_row_gate = true, c.gates_y = c.has_bias = false; }},
   };
-  for (const int64_t n : {40,   200,  264,  513,  640,  776,  900,  1153, 1400,  1537, 1800,
-                          2304, 2600, 3073, 3600, 5000, 7001, 8193, 9000, 12345, 40000})
+  for (const int64_t n : {11,   33,   40,   66,   97,   130,  200,  264,  513,  640,  776,  900,   1153,
+                          1400, 1537, 1800, 2304, 2600, 3073, 3600, 5000, 7001, 8193, 9000, 12345, 40000})
     for (const NamedTypes& types : kTypes) {
       if (types.t.x == DType::kFloat64) continue;
       for (const Feature& feature : fused) {
-        const bool may_be_small = &feature < fused + 2;
+        const bool may_be_small = &feature < fused + 3;
         const int64_t rows = may_be_small ? std::min<int64_t>(2060, 5300000 / (n + 512) + 9)
                                           : std::clamp<int64_t>(1030, n < 800 ? 1030 : 0, (1 << 20) / n + 9);
         if (++turn % 7 == 0) add_case(cases, types, feature, n, rows, turn % 2);

@@ -281,10 +281,10 @@ __global__ void __launch_bounds__(kBlock, kRaggedThreadsPerSm / kBlock)
           if constexpr (is_aligned && kElements > 1) {
             store_shared(row.y_shared + from * Row::kBytes, raw.words[0]);
           } else {
-            scalar_t narrow[kElements];
-            memcpy(narrow, &raw, sizeof(raw));
+            scalar_t found[kElements];
+            memcpy(found, &raw, sizeof(raw));
 #pragma unroll
-            for (int i = 0; i < kElements; ++i) store_shared(row.y_shared + (from + i) * Row::kBytes, narrow[i]);
+            for (int i = 0; i < kElements; ++i) store_shared(row.y_shared + (from + i) * Row::kBytes, found[i]);
           }
         } else {
           store_vec_as(params.y, params.y_dtype, row.row * row.hidden_size + from, values[k], kElements, false);

@@ -27,10 +27,11 @@ constexpr bool kHasRoom = Shape::kOneBehind && Shape::kVecs * Shape::kVec <= 16;
 enum class Path { kPlain, kLoad, kFromY, kGate, kEpilogue, kRowGateOfX, kRowGateOfY };
 
 // Compile-time properties of a path. grad: the type of grad_output, grad_input, gate and forward's x: scalar_t, or a
-// 16-bit type beside fp32 z.
-template <typename grad, Path path>
+// 16-bit type beside fp32 z. by_words: ragged rows are whole words of two elements.
+template <typename grad, Path path, bool by_words = false>
 struct Work {
   using grad_t = grad;
+  static constexpr bool kByWords = by_words;
   static constexpr bool kIsPlain = path == Path::kPlain;
   static constexpr bool kFromY = path == Path::kFromY;
   static constexpr bool kHasGate = path == Path::kGate;
@@ -484,6 +485,9 @@ struct RowRing {
     if constexpr (kAligned) {
       using Word = typename RawVec<T, kVec>::Word;
       raw.words[0] = load_shared<Word>(at + static_cast<int>(sizeof(Word)) * index);
+    } else if constexpr (Work::kByWords) {
+      raw = zero_vec<T, kVec>();
+      if (count > 0) raw.words[0] = load_shared<unsigned>(at + 4 * index);
     } else {
       T found[kVec] = {};
 #pragma unroll
