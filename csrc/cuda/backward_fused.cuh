@@ -26,8 +26,11 @@ struct NoStage {};
 
 // kLoad: the plain norm, with a load stage without gate, and from y. kGate: a load stage with a gate, whose gradient is
 // a third sum along the columns. kEpilogue: an epilogue, with or without a load stage without gate. kRowGate: a gated
-// norm.
-enum class Family { kLoad, kGate, kEpilogue, kRowGate };
+// norm. kWords: as kLoad, for ragged rows of 16-bit elements that all are whole words. H200, us by elements and by
+// words: bf16 LayerNorm 66 columns 318, 246; 770 244, 214; 4098 219, 212; 12346 257, 214; with a residual 130 349, 296.
+// Kernels of their own: as a path of the same kernel, odd lengths took 1 to 4 us more a launch. Chosen row by row, for
+// every second row of odd lengths, the code of both ways ran at once, and 4097 columns took 262 us for 219.
+enum class Family { kLoad, kGate, kEpilogue, kRowGate, kWords };
 
 // Whether a ladder has a plan of this shape. A kernel has the paths of the ladders that do.
 template <typename Shape, typename... Plans>
@@ -47,31 +50,21 @@ constexpr bool kWidensBiasOfY = Shape::kVecs <= 2;
 template <typename scalar_t, typename Shape>
 constexpr bool kTakesLoad = kReadsElements<Shape> || has_shape<Shape>(typename LoadGradLadder<scalar_t>::type{});
 
-// Ragged rows of 16-bit elements are read and written by words of two elements if all rows begin at words. H200, us by
-// elements and by words: bf16 LayerNorm 66 columns 318, 246; 770 244, 214; 4098 219, 212; 12346 257, 214; with a
-// residual 130 349, 296. Decided once a launch: chosen row by row, for every second row of odd lengths, the code of
-// both ways runs at once, and 4097 columns take 262 us for 219.
-template <typename scalar_t, typename Shape>
-constexpr bool kMayTakeWords = sizeof(scalar_t) == 2 && Shape::kVec == 2;
-
 // Calls f(Work) for the path of a call.
 template <typename scalar_t, typename Shape, Family family, typename F>
 __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&& f) {
-  const auto with_words = [&](auto path) {
-    if constexpr (kMayTakeWords<scalar_t, Shape>) {
-      if (stages.by_words) return f(Work<scalar_t, decltype(path)::value, true>{});
-    }
-    f(Work<scalar_t, decltype(path)::value>{});
-  };
   const auto with_grad = [&](auto path) {
     constexpr Path kPath = decltype(path)::value;
     if constexpr (sizeof(scalar_t) == 4 && !kReadsElements<Shape>) {
       if (stages.grad_output_dtype == DType::kFloat16) return f(Work<__half, kPath>{});
       if (stages.grad_output_dtype == DType::kBFloat16) return f(Work<__nv_bfloat16, kPath>{});
     }
-    with_words(path);
+    f(Work<scalar_t, kPath>{});
   };
-  if constexpr (family == Family::kEpilogue) {
+  if constexpr (family == Family::kWords) {
+    if (stages.has_load_stage) return f(Work<scalar_t, Path::kLoad, true>{});
+    f(Work<scalar_t, Path::kPlain, true>{});
+  } else if constexpr (family == Family::kEpilogue) {
     f(Work<scalar_t, Path::kEpilogue>{});
   } else if constexpr (family == Family::kRowGate) {
     if (stages.row_gate.gates_y) return f(Work<scalar_t, Path::kRowGateOfY>{});
@@ -85,7 +78,7 @@ __host__ __device__ __forceinline__ void with_work(const GradStages& stages, F&&
     if constexpr (kTakesFromY<scalar_t, Shape>) {
       if (stages.from_y) return f(Work<scalar_t, Path::kFromY>{});
     }
-    if constexpr (kTakesPlain<scalar_t, Shape>) with_words(std::integral_constant<Path, Path::kPlain>{});
+    if constexpr (kTakesPlain<scalar_t, Shape>) f(Work<scalar_t, Path::kPlain>{});
   }
 }
 
@@ -471,14 +464,14 @@ struct FusedRows {
                                         const acc_t (&values)[kVec]) const {
     if constexpr (kAligned) {
       store_vec_if(threads.elements_of(v) > 0 && wanted, target + v * kLanes * kVec, values);
-    } else if (wanted) {
-      T* const vec = target + threads.held.index(v) * kLanes * kVec;
-      const int count = whole ? kVec : threads.elements_of(v);
-      if constexpr (Work::kByWords) {
-        if (count > 0) store_vec(vec, values);
-      } else {
-        store_some(vec, values, count);
-      }
+    } else if constexpr (Work::kByWords) {
+      if (wanted && (whole || threads.elements_of(v) > 0))
+        store_vec(target + threads.held.index(v) * kLanes * kVec, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        if (wanted && (whole || i < threads.elements_of(v)))
+          target[threads.held.index(v) * kLanes * kVec + i] = narrow<T>(values[i]);
     }
   }
 
@@ -933,7 +926,9 @@ FusedArguments fused_arguments(const KernelBackwardParams& params, const GradSta
 }
 
 // Whether memory decides how long rows take, not instructions.
-constexpr bool memory_decides(Family family) { return family == Family::kLoad || family == Family::kGate; }
+constexpr bool memory_decides(Family family) {
+  return family == Family::kLoad || family == Family::kGate || family == Family::kWords;
+}
 
 template <typename scalar_t, typename Shape, Family family>
 cudaError_t fused_by_shape(const KernelBackwardParams& params, const GradStages& stages, const DeviceFacts& device,
@@ -1056,9 +1051,7 @@ bool takes_words(const KernelBackwardParams& params, const GradStages& stages) {
 }  // namespace
 
 template <typename scalar_t>
-cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages& given, FusedCall& call) {
-  GradStages stages = given;
-  stages.by_words = takes_words(params, stages);
+cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages& stages, FusedCall& call) {
   call.running = 0;
   const bool is_narrow = stages.grad_output_dtype != params.x_dtype, has_epilogue = stages.epilogue.any();
   const bool has_row_gate = stages.row_gate.gate;
@@ -1085,7 +1078,12 @@ cudaError_t backward_fused(const KernelBackwardParams& params, const GradStages&
     if (is_ragged || stages.any() || params.segments > 1 || device.max_cluster < kMaxCluster) return cudaSuccess;
     return fused_by_plan<scalar_t, WholeCardPlan<scalar_t>, Family::kLoad>(params, stages, device, call);
   }
-  if (is_ragged) return launch(load, typename RaggedBackwardLadder<scalar_t>::type{});
+  if (is_ragged) {
+    const typename RaggedBackwardLadder<scalar_t>::type ladder;
+    if constexpr (sizeof(scalar_t) == 2)
+      if (takes_words(params, stages)) return launch(std::integral_constant<Family, Family::kWords>{}, ladder);
+    return launch(load, ladder);
+  }
   if (stages.gate)
     return launch(std::integral_constant<Family, Family::kGate>{}, typename GateGradLadder<scalar_t>::type{});
   if (has_row_gate)

@@ -71,8 +71,7 @@ struct GradStages {
   DType grad_input_dtype;     // likewise
   DType grad_residual_dtype;  // grad_input_dtype or fp32
   bool has_load_stage;
-  bool from_y;    // x is forward's y, and x_hat = (y - bias) / (weight + weight_offset). mean is not read
-  bool by_words;  // takes_words() of backward_fused.cuh
+  bool from_y;  // x is forward's y, and x_hat = (y - bias) / (weight + weight_offset). mean is not read
 
   bool any() const { return has_load_stage || from_y || epilogue.any() || row_gate.gate; }
 };
