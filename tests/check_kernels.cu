@@ -1343,6 +1343,14 @@ int main(int argc, char** argv) {
         if (++turn % 7 == 0) add_case(cases, types, feature, n, rows, turn % 2);
       }
     }
+  // The same by words of two elements: each plan of even lengths
+  for (const int64_t n : {34, 66, 130, 258, 514, 770, 1538, 4098, 8194, 12346, 40002, 100002})
+    for (const NamedTypes& types : kTypes) {
+      const Types& t = types.t;
+      if (dtype_bytes(t.x) != 2 || t.y != t.x || t.z != t.x || t.residual != t.x || t.go != t.x) continue;
+      for (int feature = 0; feature < 3; ++feature)
+        add_case(cases, types, fused[feature], n, 5300000 / (n + 512) + 9, ++turn % 2);
+    }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
   size_t at = from;
