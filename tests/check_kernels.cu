@@ -1332,24 +1332,25 @@ int main(int argc, char** argv) {
       {"row gate", [](Case& c) { c.has_row_gate = true; }},
       {"row gate first, no bias", [](Case& c) { c.has_row_gate = true, c.gates_y = c.has_bias = false; }},
   };
+  const auto not_small = [](int64_t n) { return 5300000 / (n + 512) + 9; };  // rows
   for (const int64_t n : {11,   33,   40,   66,   97,   130,  200,  264,  513,  640,  776,  900,   1153,
                           1400, 1537, 1800, 2304, 2600, 3073, 3600, 5000, 7001, 8193, 9000, 12345, 40000})
     for (const NamedTypes& types : kTypes) {
       if (types.t.x == DType::kFloat64) continue;
       for (const Feature& feature : fused) {
         const bool may_be_small = &feature < fused + 3;
-        const int64_t rows = may_be_small ? std::min<int64_t>(2060, 5300000 / (n + 512) + 9)
+        const int64_t rows = may_be_small ? std::min<int64_t>(2060, not_small(n))
                                           : std::clamp<int64_t>(1030, n < 800 ? 1030 : 0, (1 << 20) / n + 9);
         if (++turn % 7 == 0) add_case(cases, types, feature, n, rows, turn % 2);
       }
     }
-  // The same by words of two elements: each plan of even lengths
+  // Backward by words of two 16-bit elements (Family::kWords): each plan; padded rows, which begin at odd elements, are
+  // accessed by elements
   for (const int64_t n : {34, 66, 130, 258, 514, 770, 1538, 4098, 8194, 12346, 40002, 100002})
     for (const NamedTypes& types : kTypes) {
       const Types& t = types.t;
       if (dtype_bytes(t.x) != 2 || t.y != t.x || t.z != t.x || t.residual != t.x || t.go != t.x) continue;
-      for (int feature = 0; feature < 3; ++feature)
-        add_case(cases, types, fused[feature], n, 5300000 / (n + 512) + 9, ++turn % 2);
+      for (int feature = 0; feature < 3; ++feature) add_case(cases, types, fused[feature], n, not_small(n), ++turn % 2);
     }
   const auto start = std::chrono::steady_clock::now();
   int count = 0;
