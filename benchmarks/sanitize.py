@@ -90,17 +90,12 @@ def few_rows_vectors(light):
     return 2 * 1024 * int(found[not light])
 
 
-def for_other_cards():
-    """Plans that a card with clusters of 16 never takes: an earlier one holds as much, or whole rows are streamed."""
-    found = set()
-    for _, plans in ladders():
-        most = 0
-        for text, elements, cluster in plans:
-            is_streamed = re.match(r"RowPlan<\d+, \d+, [48], 16>", text)
-            if elements * cluster <= most or is_streamed:
-                found.add(text)
-            most = max(most, elements * cluster)
-    return found
+# Kernels that a card with clusters of 16 never launches: it streams rows of more than 16384 columns, and has clusters
+# where other cards have one block for a row of 4097 to 8192 columns.
+FOR_OTHER_CARDS = re.compile(
+    r"usual_norm_kernel<__(half|nv_bfloat16), 8, true, "
+    r"|norm_backward_fused_kernel<__(half|nv_bfloat16), fused_layernorm::BackwardShape<64, 4, 8, 12, 1, true, false, "
+)
 
 
 def list_calls(light=False):
@@ -208,10 +203,11 @@ def list_calls(light=False):
     options = ({}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True}, *after[:3])
 
     def rows_for(hidden_size):
-        if (
-            light
-        ):  # in racecheck's build few rows are many: with a residual, those of 4 * few_rows_vectors() * 8 elements
-            most = max(max(36 * few_rows_vectors(light), 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
+        # In racecheck's build few rows are many: with a residual, those of 4 * few_rows_vectors() * 8 elements. 64 rows
+        # of more than 4096 columns fill each slot of backward's ring twice.
+        if light:
+            rows = 100 if hidden_size <= 4096 else 64
+            most = max(max(36 * few_rows_vectors(light), rows * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
         else:  # more than few
             most = max(600 if hidden_size <= 12288 else FEW, min(MANY, MANY_ELEMENTS // hidden_size))
         return sorted({FEW, min(most, 1200) if light else most} | ({1} if hidden_size > 1 << 17 else set()))
@@ -234,12 +230,12 @@ def list_calls(light=False):
                 norm = draw.choice((fused_layer_norm, fused_rms_norm))
                 calls.append((plain, max(rows, 1), hidden_size, dtype, weight_dtype, norm, 0, {}))
 
-    def add_call(rows, hidden_size, dtype, residual_dtype, z_dtype, p, out_dtype=None):
+    def add_call(rows, hidden_size, dtype, residual_dtype, z_dtype, p, out_dtype=None,
+                 activations=(None, None, "gelu", "silu")):  # fmt: skip
         weight_dtype = draw.choice((dtype, single if dtype != double else double))
         calls.append((add, rows, hidden_size, dtype, residual_dtype, z_dtype, weight_dtype,
                       draw.choice((fused_add_layer_norm, fused_add_rms_norm)), p, out_dtype,
-                      draw.choice((None, None, "gelu", "silu")),
-                      draw.choice(((0, 1), (0, 1), (0,), (1,)))))  # fmt: skip
+                      draw.choice(activations), draw.choice(((0, 1), (0, 1), (0,), (1,)))))  # fmt: skip
 
     mixes = ((half, half), (half, single), (brain, brain), (brain, single), (single, single))
     for dtype, z in mixes:
@@ -339,10 +335,14 @@ def list_calls(light=False):
             if hidden_size <= 1 << 16:
                 rows = draw.choice(rows_for(hidden_size) if light else (FEW, 37, 600))
                 calls.append((sandwich, rows, hidden_size, dtype, z))
-    # Many narrow rows, two vectors a thread; rows that not even the whole card holds; long rows without bias
+    # fp64 rows so many and narrow that their weight gradients have many partial sums; long rows without bias
+    calls.append((plain, 5000 if light else MANY, 64, double, double, fused_layer_norm, 0, {}))
+    calls.append((usual, FEW, 1 << 18, single, fused_rms_norm))
+    # Many narrow rows, two vectors a thread; rows that not even the whole card holds
     for (dtype, z), hidden_size in itertools.product(() if light else mixes, (32, 64)):
         rows = 8 * few_rows_vectors(light) // hidden_size
-        add_call(rows, hidden_size, dtype, z, z, 0.1)
+        for activation in (None, "gelu"):
+            add_call(rows, hidden_size, dtype, z, z, 0.1, activations=(activation,))
         calls.append((modulated, 4, rows // 4, hidden_size, dtype, z, True, dtype))
         for first in (True, False) if dtype == z else ():
             calls.append((gated_norm, rows, hidden_size, dtype, dtype, dtype, fused_gated_rms_norm, 0,
@@ -350,11 +350,14 @@ def list_calls(light=False):
     pairs = ((half, half), (half, single), (brain, brain), (brain, single), (single, single))
     for (dtype, of), rows in itertools.product(() if light else pairs, (1, FEW)):
         calls.append((plain, rows, whole_card() * 32768 // dtype.itemsize + 8, dtype, of, fused_layer_norm, 0, {}))
-    if not light:
-        calls.append((plain, FEW, 1 << 18, single, single, fused_rms_norm, 0, {}))
     draw.shuffle(calls)
-    if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
-        calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))
+    if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows, and few columns
+
+        def size(call):
+            columns = 3 if call[0] is modulated else 2
+            return -math.prod(call[1:columns]), call[columns]
+
+        calls.sort(key=size)
         calls = [(*call, part) for call in calls for part in range(3)]
     return calls
 
@@ -457,7 +460,7 @@ def kernels(light):
             needed.append(first)
         launched |= found
     missed = sorted(name for name in compiled if plain(name) not in launched)
-    others = [name for name in missed if any(plan in name for plan in for_other_cards())]
+    others = [name for name in missed if FOR_OTHER_CARDS.search(name)]
     print("kernels:", json.dumps({"compiled": len(compiled), "for_other_cards": len(others),
                                   "missed": [name for name in missed if name not in others],
                                   "calls": needed if light else None}))  # fmt: skip
