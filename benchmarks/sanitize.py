@@ -203,11 +203,8 @@ def list_calls(light=False):
     options = ({}, {"out_dtype": single}, {"stats_grad": False}, {"memory_efficient": True}, *after[:3])
 
     def rows_for(hidden_size):
-        # In racecheck's build few rows are many: with a residual, those of 4 * few_rows_vectors() * 8 elements. 64 rows
-        # of more than 4096 columns fill each slot of backward's ring twice.
-        if light:
-            rows = 100 if hidden_size <= 4096 else 64
-            most = max(max(36 * few_rows_vectors(light), rows * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
+        if light:  # few rows are many there: with a residual, those of 4 * few_rows_vectors() * 8 elements
+            most = max(max(36 * few_rows_vectors(light), 100 * min(hidden_size, 12288)) // hidden_size, 2 * FEW)
         else:  # more than few
             most = max(600 if hidden_size <= 12288 else FEW, min(MANY, MANY_ELEMENTS // hidden_size))
         return sorted({FEW, min(most, 1200) if light else most} | ({1} if hidden_size > 1 << 17 else set()))
@@ -351,13 +348,8 @@ def list_calls(light=False):
     for (dtype, of), rows in itertools.product(() if light else pairs, (1, FEW)):
         calls.append((plain, rows, whole_card() * 32768 // dtype.itemsize + 8, dtype, of, fused_layer_norm, 0, {}))
     draw.shuffle(calls)
-    if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows, and few columns
-
-        def size(call):
-            columns = 3 if call[0] is modulated else 2
-            return -math.prod(call[1:columns]), call[columns]
-
-        calls.sort(key=size)
+    if light:  # a call for each set of gradients; where a kernel is launched first, it has many rows
+        calls.sort(key=lambda call: -math.prod(call[1 : 3 if call[0] is modulated else 2]))
         calls = [(*call, part) for call in calls for part in range(3)]
     return calls
 
