@@ -28,7 +28,7 @@ else:
 
     def takes_kernel(*tensors) -> bool:
         """Whether NormFunction takes these tensors; the dispatcher handles all other types."""
-        return _backend.library is not None and all(type(t) in _PLAIN_TYPES for t in tensors)
+        return _backend.library is not None and all(t is None or type(t) in _PLAIN_TYPES for t in tensors)
 
 
 if extension:
@@ -90,21 +90,20 @@ def path_of(x, *tensors) -> str:
     # The operators have neither batching rules nor forward derivatives
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "reference"
-    given = (x, *(t for t in tensors if t is not None))
-    if not torch.compiler.is_compiling() and takes_kernel(*given):
+    if not torch.compiler.is_compiling() and takes_kernel(x, *tensors):
         return "kernel"
-    return "operator" if all(_operator_takes_type(type(t)) for t in given) else "reference"
+    return "operator" if _operator_takes(*map(type, (x, *tensors))) else "reference"
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _operator_takes_type(cls: type) -> bool:
-    """Whether the operators take tensors of this class. The first DTensor registers the sharding rules."""
-    if _is_dtensor_class(cls):
+def _operator_takes(*classes: type) -> bool:
+    """Whether the operators take tensors of these classes. The first DTensor registers the sharding rules."""
+    others = {*classes} - {*_PLAIN_TYPES, FakeTensor, FunctionalTensor, type(None)}
+    if any(map(_is_dtensor_class, others)):
         _register_sharding_rules()
-        return True
-    return cls in (*_PLAIN_TYPES, FakeTensor, FunctionalTensor)
+    return all(map(_is_dtensor_class, others))
 
 
 def _is_dtensor_class(cls: type) -> bool:
@@ -118,7 +117,7 @@ def is_dtensor(x: torch.Tensor) -> bool:
 
 # As torch.compiler.assume_constant_result, without importing torch._dynamo, which takes seconds: Dynamo calls these
 # functions during tracing instead of tracing into them.
-_operator_takes_type._dynamo_marked_constant = is_dtensor._dynamo_marked_constant = True
+_operator_takes._dynamo_marked_constant = is_dtensor._dynamo_marked_constant = True
 
 
 def shape_of_segments(x, normalized_ndim: int, *parameters) -> tuple:

@@ -770,7 +770,8 @@ def _norm(x, residual, gate, weight, bias, **given):
             return _torch_norm(x, weight, bias, call["normalized_shape"], call["eps"], call["is_rms_norm"])
         if x.is_nested:
             raise TypeError("x must be a dense (strided) tensor except for the plain norm, got a nested tensor")
-    shape = _check(x, residual, gate, weight, bias, call)
+    # Quickly where possible: under torch.compile, Dynamo traces these checks for each norm of a model
+    shape = _check_quickly(x, residual, weight, bias, call) or _check(x, residual, gate, weight, bias, call)
     per_head = _is_per_head(call, weight, bias)
     path = _ops.path_of(x, residual, gate, weight, bias)
     is_traced = torch.compiler.is_compiling()  # then a comparison of sizes would add a guard
@@ -793,27 +794,24 @@ def _norm(x, residual, gate, weight, bias, **given):
     if outside_p and adds:
         x = F.dropout(x, outside_p)
     philox = _draw_philox(x) if dropout_p else None
-    options = Options(
+    out_dtype, z_dtype = call["out_dtype"], call["residual_dtype"]
+    if path == "operator":  # None for defaults: AOTInductor of torch 2.11 passes other dtypes
+        out_dtype = None if out_dtype == (residual.dtype if call["adds_y"] else x.dtype) else out_dtype
+        z_dtype = None if residual is not None and z_dtype == residual.dtype else z_dtype
+    options = (
         len(shape), call["eps"], call["weight_offset"], call["is_rms_norm"], call["stats_grad"],
-        reference.ACTIVATION_NAMES.index(call["activation"] or ""), dropout_p, not adds, call["out_dtype"],
-        call["residual_dtype"], call["gates_y"], per_head, call["adds_y"], rounding.startswith("llama"),
+        reference.ACTIVATION_NAMES.index(call["activation"] or ""), dropout_p, not adds, out_dtype, z_dtype,
+        call["gates_y"], per_head, call["adds_y"], rounding.startswith("llama"),
     )  # fmt: skip
     tensors = (x, residual, gate, weight, bias, philox)
     if path == "reference" or (is_exact and path == "operator"):
         y, z = reference.norm_forward(*tensors, *options)
-    elif path == "kernel" and not is_exact and not _wants_gradients(tensors):
-        y, z, _ = _ops.call_norm_forward(*tensors, *options)
-    elif path == "kernel":
-        y, z = NormFunction.apply(*tensors, options, is_exact)
-    else:
-        z_dtype = options.residual_dtype
-        options = options._replace(  # None for defaults: AOTInductor of torch 2.11 passes other dtypes
-            out_dtype=None
-            if options.out_dtype == reference.y_dtype(x, residual, options._replace(out_dtype=None))
-            else options.out_dtype,
-            residual_dtype=None if residual is not None and z_dtype == residual.dtype else z_dtype,
-        )
+    elif path == "operator":
         y, z, _ = _ops.norm_forward(*tensors, *options)
+    elif is_exact or _wants_gradients(tensors):
+        y, z = NormFunction.apply(*tensors, Options(*options), is_exact)
+    else:
+        y, z, _ = _ops.call_norm_forward(*tensors, *options)
     if not adds:
         return F.dropout(y, outside_p) if outside_p else y
     if not call["return_dropout_mask"]:
@@ -870,9 +868,8 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
     ):  # fmt: skip
         raise ValueError("memory_efficient cannot be combined with activation, dropout_p, an out_dtype other than x's, "
                          'a rounding other than "torch" or stats_grad=False')  # fmt: skip
-    if _is_per_head(call, weight, bias) and (
-        (activation and not call["is_gated"]) or dropout_p or call["memory_efficient"] or call["accumulate_grad"]
-    ):  # fmt: skip
+    has_more = (activation and not call["is_gated"]) or dropout_p or call["memory_efficient"] or call["accumulate_grad"]
+    if has_more and _is_per_head(call, weight, bias):
         raise ValueError("a weight for each head cannot be combined with activation, dropout_p, memory_efficient or "
                          "accumulate_grad")  # fmt: skip
     if call["accumulate_grad"] and torch.is_grad_enabled():
@@ -888,37 +885,60 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
 
 
 def _check_quickly(x, residual, weight, bias, call) -> tuple[int, ...] | None:
-    """What _check() does, in a fifth of its time, for the usual call: plain tensors of one dtype on one device, a
-    weight of the last dimension, and no other options. None for other calls, also invalid ones."""
+    """What _check() does, in a fifth of its time, for the usual call: plain tensors on one device, a weight of the last
+    dimension, and no options but eps, weight_offset and a residual. None for other calls, also invalid ones."""
     if type(x) is not Tensor or type(weight) not in (Tensor, torch.nn.Parameter) or x.dtype not in reference.DTYPES:
         return None
     shape, eps, dtype, device = x.shape[-1:], call["eps"], x.dtype, x.device
     if eps is None and call["is_rms_norm"]:
         eps = _default_eps(x)
-    for t in (x, residual, weight, bias):
-        if t is not None and (
-            not isinstance(t, Tensor) or t.dtype != dtype or t.device != device or t.layout != torch.strided
-            or (t is not x and t.shape != (x.shape if t is residual else shape))
-        ):  # fmt: skip
-            return None
     if (
         not shape
-        or call["normalized_shape"] not in (None, shape)
-        or call["residual_dtype"] is not None
+        or x.layout != torch.strided
+        or (call["normalized_shape"] is not None and call["normalized_shape"] != shape)
         or type(eps) is not float
         or type(call["weight_offset"]) is not float
-    ):
+        or type(call["dropout_p"]) is not float
+        or call["dropout_p"] != 0.0
+        or call["stats_grad"] is not True
+        or call["rounding"] != "torch"
+        or call["out_dtype"] is not None
+        or call["residual_dtype"] is not None
+        or call["activation"]
+        or call["memory_efficient"]
+        or call["accumulate_grad"]
+        or call["return_dropout_mask"]
+        or call["is_modulated"]
+        or call["is_gated"]
+        or weight.shape != shape
+        or not _is_beside(weight, dtype, device)
+        or (bias is not None and not (isinstance(bias, Tensor) and bias.shape == shape
+                                      and _is_beside(bias, dtype, device)))
+    ):  # fmt: skip
         return None
-    call |= {"eps": eps, "normalized_shape": shape, "residual_dtype": dtype if call["adds"] else None}
+    if residual is not None:
+        if not isinstance(residual, Tensor) or residual.shape != x.shape or not _is_beside(residual, dtype, device):
+            return None
+    elif call["adds_y"]:
+        return None
+    z_dtype = (dtype if residual is None else residual.dtype) if call["adds"] else None
+    call |= {"eps": eps, "normalized_shape": shape, "residual_dtype": z_dtype}
     return shape
 
 
-def _is_per_head(call, *parameters) -> bool:
+def _is_beside(t, dtype, device) -> bool:
+    """Whether a weight, bias or residual goes with x of this dtype."""
+    is_wide = t.dtype == torch.float32 and dtype != torch.float64
+    return (t.dtype == dtype or is_wide) and t.device == device and t.layout == torch.strided
+
+
+def _is_per_head(call, weight, bias) -> bool:
     """Whether weight or bias has values for each head."""
     shape = call["normalized_shape"]
     if call["is_modulated"] or shape is None:
         return False
-    return any(t is not None and t.dim() > len(reference.as_shape(shape)) for t in parameters)
+    ndim = len(shape if isinstance(shape, tuple) else reference.as_shape(shape))
+    return (weight is not None and weight.dim() > ndim) or (bias is not None and bias.dim() > ndim)
 
 
 def _is_plain(x, weight, bias, call) -> bool:
