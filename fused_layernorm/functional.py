@@ -890,15 +890,16 @@ def _check_quickly(x, residual, weight, bias, call) -> tuple[int, ...] | None:
     if type(x) is not Tensor or type(weight) not in (Tensor, torch.nn.Parameter) or x.dtype not in reference.DTYPES:
         return None
     shape, eps, dtype, device = x.shape[-1:], call["eps"], x.dtype, x.device
+    given = call["normalized_shape"]
     if eps is None and call["is_rms_norm"]:
         eps = _default_eps(x)
     if (
         not shape
         or x.layout != torch.strided
-        or (call["normalized_shape"] is not None and call["normalized_shape"] != shape)
-        or type(eps) is not float
-        or type(call["weight_offset"]) is not float
-        or type(call["dropout_p"]) is not float
+        or not (given is None or (isinstance(given, tuple) and given == shape))  # an array compares its elements
+        or not isinstance(eps, float)  # not by type(): Dynamo cannot guard the type of a number that a kernel layer holds
+        or not isinstance(call["weight_offset"], float)
+        or not isinstance(call["dropout_p"], float)
         or call["dropout_p"] != 0.0
         or call["stats_grad"] is not True
         or call["rounding"] != "torch"

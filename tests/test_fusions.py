@@ -2082,6 +2082,7 @@ QUICK_CALLS = {  # options, and whether _check_quickly() decides
     "eps is a str": ({"eps": "0"}, False),
     "another shape": ({"normalized_shape": (4, 8)}, False),
     "a list": ({"normalized_shape": [8]}, False),
+    "an array": ({"normalized_shape": torch.tensor([4, 8])}, False),
     "residual_dtype": ({"adds": True, "residual_dtype": fp32}, False),
     "no weight": ({"weight": None, "normalized_shape": (8,)}, False),
     "a wider weight": ({"weight": ones(8)}, True),
