@@ -897,7 +897,7 @@ def _check_quickly(x, residual, weight, bias, call) -> tuple[int, ...] | None:
         not shape
         or x.layout != torch.strided
         or not (given is None or (isinstance(given, tuple) and given == shape))  # an array compares its elements
-        or not isinstance(eps, float)  # not by type(): Dynamo cannot guard the type of a number that a kernel layer holds
+        or not isinstance(eps, float)  # not type(eps): Dynamo has no guard for the type of some numbers
         or not isinstance(call["weight_offset"], float)
         or not isinstance(call["dropout_p"], float)
         or call["dropout_p"] != 0.0
