@@ -28,7 +28,7 @@
 # CARDS=0,1: the processes of tests, fuzz, sanitizer and racecheck take turns with these cards, instead of their row's. On two
 # H100 and 32 cores: tests of values 155 s by 28 workers, test_inductor.py 190 s by 24, test_reported_failures.py 75 s; sanitizer
 # 200 s almost alone, more than 280 s beside fuzz and racecheck; racecheck 270 s alone, by 24 processes; 17,000 random cases 200 s.
-# On one H200 and 16 cores racecheck made 205 of 396 calls in 500 s, 40 s a call for a process, however many elements.
+# On one H200 and 16 cores racecheck made 205 of 396 calls in 500 s, 40 s a call for a process; two thirds of the elements took no less.
 # The build's own record is build.json (benchmarks/build_record.py). BUILD=true builds nothing; BUILD="benchmarks/objects.sh
 # link FOLDER" links CUDA objects that were compiled elsewhere.
 set -euo pipefail

@@ -885,8 +885,9 @@ def _check(x, residual, gate, weight, bias, call) -> tuple[int, ...]:
 
 
 def _check_quickly(x, residual, weight, bias, call) -> tuple[int, ...] | None:
-    """What _check() does, in a fifth of its time, for the usual call: plain tensors on one device, a weight of the last
-    dimension, and no options but eps, weight_offset and a residual. None for other calls, also invalid ones."""
+    """What _check() does, in less than half of its time, for the usual call: plain tensors on one device, a weight of
+    the last dimension, and no options but eps, weight_offset and a residual. None for other calls, also invalid
+    ones."""
     if type(x) is not Tensor or type(weight) not in (Tensor, torch.nn.Parameter) or x.dtype not in reference.DTYPES:
         return None
     shape, eps, dtype, device = x.shape[-1:], call["eps"], x.dtype, x.device
@@ -928,9 +929,8 @@ def _check_quickly(x, residual, weight, bias, call) -> tuple[int, ...] | None:
 
 
 def _is_beside(t, dtype, device) -> bool:
-    """Whether a weight, bias or residual goes with x of this dtype."""
-    is_wide = t.dtype == torch.float32 and dtype != torch.float64
-    return (t.dtype == dtype or is_wide) and t.device == device and t.layout == torch.strided
+    """Whether a weight, bias or residual goes with x of this dtype on this device."""
+    return reference.goes_with(t.dtype, dtype) and t.device == device and t.layout == torch.strided
 
 
 def _is_per_head(call, weight, bias) -> bool:

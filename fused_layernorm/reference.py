@@ -155,7 +155,7 @@ def check_norm_arguments(
                                f"got [{_join(parameter.shape)}]")  # fmt: skip
         if parameter.device != x.device:
             raise RuntimeError(f"{name} must be on x's device, {x.device}, got {parameter.device}")
-        if not _goes_with(parameter.dtype, x.dtype):
+        if not goes_with(parameter.dtype, x.dtype):
             raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, got {parameter.dtype}")
         if parameter.layout != torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got layout {parameter.layout}")
@@ -200,11 +200,11 @@ def check_add_arguments(
             raise TypeError(f"residual must be a Tensor or None, got {type(residual).__name__}")
         _check_like("residual", residual, x)
         given = residual.dtype
-        if not _goes_with(given, x.dtype):
+        if not goes_with(given, x.dtype):
             raise TypeError(f"residual must be of x's dtype, {_dtypes_beside(x)}, got {given}")
     if residual_dtype is None:
         return given
-    if not _goes_with(residual_dtype, x.dtype):
+    if not goes_with(residual_dtype, x.dtype):
         raise TypeError(f"residual_dtype must be x's dtype, {_dtypes_beside(x)}, got {residual_dtype!r}")
     return residual_dtype
 
@@ -217,7 +217,7 @@ def as_modulation(name: str, t: Tensor, x: Tensor, normalized_ndim: int) -> Tens
         raise RuntimeError(f"{name} must be on x's device, {x.device}, got {t.device}")
     if t.dtype != x.dtype and t.dtype in DTYPES and torch.promote_types(t.dtype, x.dtype) == x.dtype:
         t = t.to(x.dtype)  # such as from a projection under autocast; widening loses nothing
-    if not _goes_with(t.dtype, x.dtype):
+    if not goes_with(t.dtype, x.dtype):
         raise TypeError(f"{name} must be of x's dtype, {_dtypes_beside(x)}, or narrower, got {t.dtype}")
     if t.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
@@ -250,12 +250,12 @@ def check_dropout_p(dropout_p: float) -> None:
         raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
 
 
-def _goes_with(dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
+def goes_with(dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
     return dtype == x_dtype or (dtype == torch.float32 and x_dtype != torch.float64)
 
 
 def _dtypes_beside(x: Tensor) -> str:
-    """The dtypes that `_goes_with` allows, in words."""
+    """The dtypes that `goes_with` allows, in words."""
     return f"{x.dtype}{'' if x.dtype in (torch.float32, torch.float64) else ', or float32'}"
 
 
